@@ -1,4 +1,4 @@
-"""Waits in collectives that this package did not launch: Lightning's and the user's.
+"""Waits in collectives that a run did not launch: Lightning's, the user's, and those of other runs in this process.
 
 Note [Numbers of foreign collectives]
     Backends match the collectives of a process group by their order. torch's flight recorder has the number and the
@@ -6,7 +6,9 @@ Note [Numbers of foreign collectives]
     launch. Two ranks wait in the same collective if group, number and operation are the same. A rank that has another
     number, or another operation under the same number, waits in another one.
     A wait has such a number only if the innermost frame is a collective of torch.distributed that has been launched and
-    has not ended. Sends and receives have no numbers. Nothing is concluded about ranks that wait in these.
+    has not ended, or waits for a work of one (awaited_works.py), and only one collective of this kind has not ended.
+    Sends and receives have no numbers. Nothing is concluded about ranks that wait in these.
+    ``dist.new_group`` waits in the store for the ranks of the group. All ranks make all groups, so these are numbered.
 """
 
 from __future__ import annotations
@@ -20,14 +22,26 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from lt_zero.comm.awaited_works import work_awaited
+from lt_zero.comm.other_runs import is_elsewhere, progress_elsewhere
 from lt_zero.comm.process_groups import awaits_all, number_of_set_ups
 from lt_zero.comm.work import POINT_TO_POINT, CollectiveId
-from lt_zero.common.compat import count_of_launches, process_groups, recorded_launches
+from lt_zero.common.compat import (
+    count_of_groups,
+    count_of_launches,
+    group_in_making,
+    operation_of,
+    process_groups,
+    recorded_launches,
+)
 from lt_zero.common.users_code import is_users
 
 FOREIGN = "torch.distributed"  # the operation of a CollectiveId that this package did not launch
 _CHANNEL = "group of torch.distributed: "
 _SET_UP = "set-up"  # in place of a group: the first point of a run, before it has numbers of its own
+_NEW_GROUP = "new_group"  # likewise: groups that are made
+_WORK = "work "  # likewise, with a number that no other has: the wait for a work
+_RECORDED = {"gloo", "nccl"}  # backends whose works the recorder has
 # Where the code of Python and of packages is, and beginnings of names of code that has no file.
 _INSTALLED = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<frozen ")
 # Operations that several functions of torch.distributed share: a backend does not tell these functions apart.
@@ -75,15 +89,22 @@ def question_of(wait: CollectiveId) -> str:
 
 def call_of(frame: FrameType | None) -> ForeignCall | None:
     """The collective of torch.distributed in whose frame a thread is; None if it is in none."""
-    if frame is not None and awaits_all(frame):
+    if frame is None:
+        return None
+    if awaits_all(frame):
         return ForeignCall(_SET_UP, number_of_set_ups(), "await_all")
+    if (made := group_in_making(frame)) is not None:
+        return ForeignCall(_NEW_GROUP, made[0] + 1, _NEW_GROUP)
     group = group_of(frame)
-    if frame is None or group is None:
-        return None
     try:
-        return ForeignCall(group.group_name, count_of_launches(group), frame.f_code.co_name)
+        if group is not None:
+            return ForeignCall(group.group_name, count_of_launches(group), frame.f_code.co_name)
+        if (work := work_awaited(frame)) is not None and (operation := operation_of(work)) is not None:
+            # A later work may have the place of this one in memory, but was launched after it.
+            return ForeignCall(f"{_WORK}{id(work)}", sum(map(count_of_launches, process_groups())), operation)
     except (RuntimeError, KeyError, ValueError):  # the group was destroyed meanwhile, or its backend counts nothing
-        return None
+        pass
+    return None
 
 
 def group_of(frame: FrameType | None) -> dist.ProcessGroup | None:
@@ -100,9 +121,16 @@ def group_of(frame: FrameType | None) -> dist.ProcessGroup | None:
 
 def launched_by(call: ForeignCall) -> CollectiveId | None:
     """The collective that ``call`` has launched, and that has not ended; None if there is none, or it is unknown."""
-    if call.group == _SET_UP:
-        return CollectiveId(f"{_CHANNEL}{_SET_UP}", call.launches, FOREIGN, _SET_UP)
-    ours = [launch for launch in recorded_launches() if launch.group == call.group and launch.number > 0]
+    if call.group in (_SET_UP, _NEW_GROUP):
+        return CollectiveId(f"{_CHANNEL}{call.group}", call.launches, FOREIGN, call.group)
+    launches = [launch for launch in recorded_launches() if launch.number > 0]
+    if call.group.startswith(_WORK):
+        open_ones = [n for n in launches if not n.ended and _family(n.operation) == call.function]
+        if len(open_ones) != 1 or not _all_are_recorded():
+            return None
+        only = open_ones[0]
+        return CollectiveId(_channel(only.group, only.operation), only.number, FOREIGN, call.function)
+    ours = [launch for launch in launches if launch.group == call.group]
     if call.launches == 0 or not ours or ours[-1].ended:
         return None
     last = ours[-1]
@@ -114,9 +142,22 @@ def _channel(group: str, operation: str) -> str:
     return f"{_CHANNEL}{operation.partition(':')[0]} {group}"
 
 
+def _all_are_recorded() -> bool:
+    """True if all process groups have backends that the recorder knows."""
+    pairs = [pair for group in process_groups() for pair in dist.get_backend_config(group).split(",")]
+    return all(pair.rpartition(":")[2] in _RECORDED for pair in pairs)
+
+
+def group_of_channel(channel: str) -> dist.ProcessGroup | None:
+    """The process group of a foreign channel; None if it has none, or the group is destroyed."""
+    name = channel.removeprefix(_CHANNEL).partition(" ")[2]
+    found = [group for group in process_groups() if group.group_name == name]
+    return found[0] if channel.startswith(_CHANNEL) and found else None
+
+
 def is_foreign(channel: str) -> bool:
-    """True for the channel of a collective that this package did not launch."""
-    return channel.startswith(_CHANNEL)
+    """True for the channel of a collective that this run did not launch."""
+    return channel.startswith(_CHANNEL) or is_elsewhere(channel)
 
 
 def progress(channel: str, number: int) -> tuple[int, CollectiveId | None] | None:
@@ -124,8 +165,12 @@ def progress(channel: str, number: int) -> tuple[int, CollectiveId | None] | Non
 
     None if it is not known whether the process has launched anything there.
     """
+    if is_elsewhere(channel):
+        return progress_elsewhere(channel, number)
     if channel == f"{_CHANNEL}{_SET_UP}":
         return number_of_set_ups(), None
+    if channel == f"{_CHANNEL}{_NEW_GROUP}":
+        return count_of_groups(), None
     # A group that was destroyed may have had the same name, and the recorder still has its launches.
     if _is_unused(channel):
         return 0, None
@@ -176,6 +221,8 @@ def described_call(frame: FrameType) -> str:
     """The call of torch.distributed in which a frame is, in words, and who called it if that was not the user."""
     if awaits_all(frame):
         return "the set-up of a run, which needs all ranks"
+    if (work := work_awaited(frame)) is not None and group_of(frame) is None:
+        return f"`wait` for an asynchronous {operation_of(work)} of torch.distributed"
     name, caller = frame.f_code.co_name, frame.f_back
     while caller is not None and caller.f_globals.get("__name__", "").startswith("torch."):
         if caller.f_code.co_filename == distributed_c10d.__file__:

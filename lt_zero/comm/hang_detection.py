@@ -7,9 +7,11 @@ Note [Which ranks can still arrive]
     Ranks may arrive minutes apart: one evaluates, another writes a file. Being late proves nothing, so a rank is given
     up only if it cannot arrive: it has launched another collective instead of this one, it waits in a collective that
     needs this rank and that this rank has not launched, or it has ended. Each rank has a thread that reports what its
-    main thread is doing, when asked; launched collectives are known by number (work.py). Collectives of others are not
-    numbered, so there a rank has to stay in the same call for ``Patience.stuck``. A rank that does not answer need not
-    have ended, its main thread may hold the interpreter: its closed connection to gloo proves it.
+    main thread is doing, when asked; launched collectives are known by number (work.py), those of other packages by
+    torch's (foreign_waits.py), those of another engine by that one's (other_runs.py). A rank has to stay in one of
+    these for ``Patience.stuck``. Waits inside of layers have no number: there all ranks that the collective needs have
+    to wait, too. A rank that does not answer need not have ended, its main thread may hold the interpreter: its closed
+    connection to gloo proves it.
 
 Note [Waits of other packages]
     Lightning's and the user's collectives are not launched here, so their waits cannot be left in slices. Each rank's
@@ -42,7 +44,8 @@ Note [Life of the thread]
     because a daemon thread must not be in torch's C++ code when the interpreter ends. It ends, too, with its process
     group. A forked child has no such thread, and must not use the store's connection.
     Scripts without a Trainer do not tell that they end. Rank 0 mostly serves the store, and a thread that polls a store
-    that is gone makes torch print its stack. So rank 0 asks the others' threads to end, and waits some seconds for it.
+    that is gone makes torch print its stack. So rank 0 asks the others' threads to end, and waits some seconds for it,
+    unless their processes have ended (``os._exit`` runs no exit handlers).
 """
 
 from __future__ import annotations
@@ -65,21 +68,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from lt_zero.comm import foreign_waits, shared_memory, work
+from lt_zero.comm import foreign_waits, other_runs, shared_memory
 from lt_zero.comm.agreement import Agreement
+from lt_zero.comm.awaited_works import work_awaited
 from lt_zero.comm.ended_ranks import EndedRanks, described, summary, tell_at_end
 from lt_zero.comm.foreign_waits import (
+    FOREIGN,
     Blocked,
     ForeignCall,
     another_may_launch,
     call_of,
     described_call,
+    group_of_channel,
     is_foreign,
     launched_by,
     question_of,
     standstill,
 )
 from lt_zero.comm.next_run import RunStart
+from lt_zero.comm.other_runs import WaitElsewhere, wait_elsewhere
 from lt_zero.comm.process_groups import (
     abort_nccl,
     awaits_all,
@@ -89,15 +96,26 @@ from lt_zero.comm.process_groups import (
     exists,
 )
 from lt_zero.comm.questions import Questions
-from lt_zero.comm.verdict import GONE, OVER, RAN, RankState, Remedy, at_standstill, diverged, sentence
+from lt_zero.comm.verdict import (
+    GONE,
+    OVER,
+    RAN,
+    RankState,
+    Remedy,
+    at_standstill,
+    close_circles,
+    diverged,
+    sentence,
+)
 from lt_zero.comm.work import CALL, CollectiveId, CollectiveMonitor, collective_of, in_collective, in_layer
-from lt_zero.common.compat import process_groups
+from lt_zero.common.compat import group_in_making, process_groups
 from lt_zero.common.users_code import user_line
 
 log = logging.getLogger(__name__)
 
 _STORE_TIMEOUT = timedelta(seconds=20)
 _END_PATIENCE = 1.0  # seconds to wait for a closed connection
+_LONGEST_PAUSE = 0.1  # seconds between two looks for ranks that end
 _RAREST_QUESTION = 30.0  # seconds between two questions about a wait that has lasted for minutes
 _logged: list[str] = []  # verdicts; several groups of this process may come to the same
 
@@ -156,6 +174,7 @@ class HangDetector:
         self._last_answers: dict[int, tuple[int, float]] = {}  # rank -> (question that it answered last, when)
         self._heeded = 0.0  # when errors of others were read
         self._end: str | None = None  # why another rank has ended
+        self._host = host
         self.ends = EndedRanks(store, self._ranks, self._rank, host, watch)
         this = weakref.ref(self)
 
@@ -178,6 +197,7 @@ class HangDetector:
         self.agreement = Agreement(PrefixStore("agreement", store), self._rank, self._world, check)
         watch.slice = min(watch.slice, timedelta(seconds=self._patience.poll))
         watch.detector = this
+        other_runs.register(groups[0].group_name, watch, self._ranks)
         self._reporter = _Reporter(watch, store, groups, self._patience, self.ends)
         self._finalizer: weakref.finalize | None = None  # type: ignore[type-arg]
         self._server = groups[0].get_group_store()  # may serve the store: not before this is gone does that end
@@ -239,6 +259,7 @@ class HangDetector:
                 members = self._watch.channels[launch.channel].ranks
                 states = {r: self._state_of(r, launch, now) for r in members if r != self._rank}
                 states[self._rank] = RankState.waiting(launch, user_line(sys._getframe()))
+                close_circles(states, launch)
                 lost = next((rank for rank, state in states.items() if state.never), None)
                 if lost is None and launch.operation == CALL and waited > self._patience.limit:
                     lost = next((rank for rank, state in states.items() if not state.came), None)
@@ -290,14 +311,16 @@ class HangDetector:
             state.never = stuck and channel is not None
         else:
             needs_this = answer["ranks"] is not None and self._ranks[self._rank] in answer["ranks"]
-            state.never = stuck and needs_this and not self._has_launched(answer["foreign"])
+            if stuck and needs_this and answer["foreign"] is not None:
+                state.never = not self._has_launched(CollectiveId(*answer["foreign"]))
+            elif stuck and needs_this:
+                # Ranks outside of this run get a number that no rank has.
+                numbers = {known: number for number, known in enumerate(self._ranks)}
+                state.needs = tuple(numbers.get(needed, -1) for needed in answer["ranks"])
         return state
 
-    def _has_launched(self, foreign: list[Any] | None) -> bool:
-        """True if this rank has launched the collective, not this package's, in which another waits."""
-        if foreign is None:
-            return False  # it is not known: this rank waits, and so launches none
-        wait = CollectiveId(*foreign)
+    def _has_launched(self, wait: CollectiveId) -> bool:
+        """True if this rank has launched the collective, not this run's, in which another waits."""
         progress = self._reporter.progress(wait.channel, wait.number)
         if progress is None:
             return another_may_launch(threading.get_ident())
@@ -424,8 +447,12 @@ class HangDetector:
             with contextlib.suppress(RuntimeError):  # another process serves the store, and has ended
                 self._store.set("closing", "")
                 self._store.add("asks", 1)
-                while self._store.add("listening", 0) > 0 and time.monotonic() < deadline:
-                    time.sleep(self._patience.poll / 20)
+                while self._store.add("listening", 0) > 0 and time.monotonic() < deadline and not self._is_last():
+                    time.sleep(min(self._patience.poll / 20, _LONGEST_PAUSE))
+
+    def _is_last(self) -> bool:
+        """True if the processes of all other ranks have ended, also without a word; unknown in a destroyed group."""
+        return exists(self._host) and len(self.ends.ended()) == self._world - 1
 
     def abort(self) -> None:
         """Keep this process, which ends, from waiting for collectives of NCCL after an error."""
@@ -476,9 +503,9 @@ class _Reporter:
         self._stuck_after, self._ask_after = patience.stuck, patience.ask
         self.questions = Questions(store)
         self.remedy: Remedy = lambda launch, other: RAN
-        # In what the thread waits: a launch, the call of another package's collective, or its frame where these are
-        # unknown. A frame keeps its tensors alive, so it is kept only while there are questions.
-        self._in: CollectiveId | ForeignCall | FrameType | None = None
+        # In what the thread waits: a launch, also of another run, the call of another package's collective, or its
+        # frame where these are unknown. A frame keeps its tensors alive, so it is kept only while there are questions.
+        self._in: CollectiveId | WaitElsewhere | ForeignCall | FrameType | None = None
         self._since = 0.0
         self._foreign: CollectiveId | None = None  # what the call ``_in`` has launched, once that was looked up
         self._led: CollectiveId | None = None  # the foreign collective about which this rank decided whether it asks
@@ -542,11 +569,11 @@ class _Reporter:
     def _heed(self) -> None:
         """Read errors of other ranks, and end a wait of another package for a rank that one has ended.
 
-        A wait of this package ends by itself (``HangDetector.heed``).
+        A wait of this package ends by itself (``HangDetector.heed``), also in another run.
         """
         found, frame, before = self._ends.error(), self._frame(), self._doomed
         self._doomed, self._alarmed = None, found is not None
-        if found is None or self._watch.waiting is not None:
+        if found is None or self._watch.waiting is not None or self._elsewhere() is not None:
             return
         ranks = self._needs(frame) if frame is not None else None
         if frame is None or ranks is None:
@@ -568,7 +595,9 @@ class _Reporter:
             time.sleep(self.interval / 20)
         frame = self._frame()
         _close_all(self._groups)
-        if self._watch.waiting is None and frame is not None and self._needs(frame) is not None:
+        # In a wait of another run, that run's detector closes its groups.
+        own = self._watch.waiting is not None or self._elsewhere() is not None
+        if not own and frame is not None and self._needs(frame) is not None:
             _close_all(self._groups_of(frame))
 
     def _groups_of(self, frame: FrameType) -> list[dist.ProcessGroup]:
@@ -576,8 +605,8 @@ class _Reporter:
 
         No more than these: a script that goes on after the error makes its next groups over the default one.
         """
-        if frame.f_code.co_filename == work.__file__:
-            return []  # another engine's detector closes its groups
+        if (group := self._group_of_work(frame)) is not None:
+            return [group]
         if not in_layer(frame):
             group = frame.f_locals.get("group")
             return list(filter(None, [group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD]))
@@ -588,11 +617,27 @@ class _Reporter:
             time.sleep(self.interval / 20)
         return process_groups()  # the user's: the call does not tell in which it is
 
+    def _elsewhere(self) -> WaitElsewhere | None:
+        """The wait of the thread in another run of this process; None if it waits in none."""
+        return wait_elsewhere(self._thread, self._watch)
+
     def _needs(self, frame: FrameType) -> list[int] | None:
         """Global ranks of another package's collective in which this frame waits; None if it waits in none."""
         if awaits_all(frame):
             return self._all_ranks
-        return collective_of(frame) or (self.layers if in_layer(frame) else None) or None
+        if (made := group_in_making(frame)) is not None:
+            return made[1]
+        if (found := collective_of(frame) or (self.layers if in_layer(frame) else None)) is not None:
+            return found or None
+        group = self._group_of_work(frame)
+        return dist.get_process_group_ranks(group) if group is not None else None
+
+    def _group_of_work(self, frame: FrameType) -> dist.ProcessGroup | None:
+        """The process group of the collective for whose work this frame waits; None if it does not, or is unknown."""
+        if work_awaited(frame) is None or not isinstance(self._in, ForeignCall):
+            return None
+        wait = self._foreign_wait()
+        return group_of_channel(wait.channel) if wait is not None else None
 
     def _frame(self) -> FrameType | None:
         """Innermost frame of the thread; if it polls a barrier, the frame that waits for the barrier.
@@ -609,20 +654,23 @@ class _Reporter:
             return next(filter(in_layer, sys._current_frames().values()), frame)
         return frame
 
-    def _observe(self, frame: FrameType | None) -> None:
-        """Note in which collective the thread waits, and since when."""
-        now = self._watch.waiting or call_of(frame)
+    def _observe(self, frame: FrameType | None) -> CollectiveId | WaitElsewhere | ForeignCall | None:
+        """Note in which collective the thread waits, and since when; returns it, None if it is in none or unknown."""
+        now = self._watch.waiting or self._elsewhere() or call_of(frame)
         if now is not None or not isinstance(self._in, FrameType):
             self._enter(now)
+        return now
 
-    def _enter(self, now: CollectiveId | ForeignCall | FrameType | None) -> None:
+    def _enter(self, now: CollectiveId | WaitElsewhere | ForeignCall | FrameType | None) -> None:
         if now is None or now != self._in:
             self._in = now
             self._since = time.monotonic()
             self._foreign = None
 
     def _foreign_wait(self) -> CollectiveId | None:
-        """The collective of another package in which the thread waits; None if it does not, or that is unknown."""
+        """The collective of others in which the thread waits; None if it does not, or that is unknown."""
+        if isinstance(self._in, WaitElsewhere):
+            return self._in.launch
         if self._foreign is None and isinstance(self._in, ForeignCall):
             self._foreign = launched_by(self._in)
         return self._foreign
@@ -640,17 +688,23 @@ class _Reporter:
     def _answer(self, asks: int) -> None:
         """Tell what the thread does, and which of the collectives that were asked about it has launched."""
         frame = self._frame()
-        self._observe(frame)
-        launch, ranks, place = self._watch.waiting, None, user_line(frame)
+        now = self._observe(frame)
+        launch = now if isinstance(now, CollectiveId) else None
+        ranks: list[int] | None = None
+        place = user_line(frame)
         text, members = f"is at {place}", list[int]()
         if launch is not None:
             text, members = RankState.waiting(launch, place).text, list(self._watch.channels[launch.channel].ranks)
+        elif isinstance(now, WaitElsewhere):
+            ranks = now.ranks
+            text = f"waits in {now} ({place})"
         elif frame is not None and (ranks := self._needs(frame)) is not None:
             what = "a layer" if in_layer(frame) else described_call(frame)
             text = f"waits in {what} ({place})"
-            members = [rank for rank, known in enumerate(self._all_ranks) if known in ranks]
-            if not isinstance(self._in, ForeignCall):
+            if now is None:
                 self._enter(frame)
+        if ranks is not None:
+            members = [rank for rank, known in enumerate(self._all_ranks) if known in ranks]
         foreign = self._foreign_wait() if launch is None and ranks is not None else None
         waits = launch or foreign
         ran: dict[str, tuple[int, CollectiveId | None]] = {}
@@ -716,7 +770,7 @@ class _Reporter:
             place, members = answer["place"], answer["members"]
             states[rank] = Blocked(CollectiveId(*told), members, answer["text"], place, ran)
         circle = standstill(states)
-        of_this_package = any(not is_foreign(states[rank].wait.channel) for rank in circle)
+        of_this_package = any(states[rank].wait.operation != FOREIGN for rank in circle)
         # If one of two waits in a collective of this package, it asks by itself, and knows all that have come there.
         if circle and not (of_this_package and len(circle) == 2):
             self.post_verdict(at_standstill(states, circle, self.remedy))

@@ -100,13 +100,10 @@ class RunStart:
         if error and not own:
             self._refuse(error)
         launch, _ = self._channel.launch(START, "the start of a run", 0)
-        self._watch.waiting = launch
-        try:
+        with self._watch.waiting_for(launch):
             self._await("came", launch)
             if self._count("failed") > 0 and not self._in_step(launch):
                 self._refuse()
-        finally:
-            self._watch.waiting = None
 
     def _post(self, error: str, own: bool) -> None:
         for name, channel in self._watch.channels.items():

@@ -31,7 +31,8 @@ Remedy = Callable[[CollectiveId, CollectiveId | None], str]  # what to tell user
 class RankState:
     """A rank: the collective in which it waits, its line of the user's code, and both in words.
 
-    ``came``: it is, or was, in the collective that is examined. ``never``: it never will be.
+    ``came``: it is, or was, in the collective that is examined. ``never``: it never will be. ``needs``: the ranks of
+    the run that it waits for, for long, in a collective of which nobody knows who has launched it.
     """
 
     launch: CollectiveId | None
@@ -39,6 +40,7 @@ class RankState:
     text: str
     came: bool = False
     never: bool = False
+    needs: tuple[int, ...] = ()
 
     @classmethod
     def waiting(cls, launch: CollectiveId, place: str) -> RankState:
@@ -50,6 +52,19 @@ class RankState:
         self.never = not self.came
         if self.never and not ran.like(self.launch):
             self.text += f", and ran {ran} ({ran.numel:,} elements) in its place"
+
+
+def close_circles(states: Mapping[int, RankState], launch: CollectiveId) -> None:
+    """Set ``never`` of ranks that wait in collectives of which nobody knows who has launched them.
+
+    One of the ranks that such a collective needs has not launched it, else it would have ended. If all of these wait
+    for ``launch``, or in the same way, that rank is one of them, and none goes on before ``launch`` is complete.
+    """
+    waits = {rank for rank, state in states.items() if state.launch == launch or state.needs}
+    while open_ones := {rank for rank in waits if not waits.issuperset(states[rank].needs)}:
+        waits -= open_ones
+    for rank in waits:
+        states[rank].never |= bool(states[rank].needs)
 
 
 def diverged(histories: Mapping[int, tuple[list[CollectiveId], str]], remedy: Remedy) -> str:

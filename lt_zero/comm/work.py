@@ -18,6 +18,7 @@ Note [Unforeseen collectives]
 
 from __future__ import annotations
 
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,8 +31,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from lt_zero.comm.awaited_works import work_awaited
 from lt_zero.comm.shared_memory import Barrier
-from lt_zero.common.users_code import innermost
 
 CALL = "roll call"  # the operation of a launch that is a call of the user
 MEETING = "meeting"  # of a launch that is a point of the run
@@ -132,14 +133,14 @@ def checksum_of(label: Label) -> int:
 class CollectiveMonitor:
     """The state of this rank's collectives; other threads may read it.
 
-    ``channels``: by name; those that this rank takes part in. ``waiting``: the launch that is waited for. ``verdict``:
-    why no collective can complete any more. ``detector``: weak reference to the ``HangDetector``, which examines a wait
-    after every ``slice`` and explains its error.
+    ``channels``: by name; those that this rank takes part in. ``verdict``: why no collective can complete any more.
+    ``detector``: weak reference to the ``HangDetector``, which examines a wait after every ``slice`` and explains its
+    error.
     """
 
     def __init__(self) -> None:
         self.channels: dict[str, Channel] = {}
-        self.waiting: CollectiveId | None = None
+        self._wait: tuple[int, CollectiveId] | None = None  # the thread that waits, and for which launch
         self.verdict: str | None = None
         self.slice = timedelta(seconds=_SLICE)
         self.detector: Callable[[], Any] = lambda: None
@@ -160,25 +161,42 @@ class CollectiveMonitor:
         if isinstance(work, Barrier) and work.is_completed():
             return
         started = time.monotonic()
+        with self.waiting_for(launch), self.explaining():
+            while not work.is_completed():
+                # An error is the end of a slice, or the work has failed: then the last ``wait`` below raises it.
+                with suppress(RuntimeError):
+                    work.wait(self.slice)
+                if not work.is_completed():
+                    self.raise_verdict()
+                    waited = time.monotonic() - started
+                    if launch is not None and (detector := self.detector()) is not None:
+                        detector.examine(launch, waited)
+                    if isinstance(work, Barrier):
+                        self._examine_barrier(work, waited)
+            work.wait()
+
+    @contextmanager
+    def waiting_for(self, launch: CollectiveId | None) -> Iterator[None]:
+        """Context in which this thread waits for ``launch``; None: for something that has no number."""
+        if launch is None:
+            yield
+            return
+        self._wait = threading.get_ident(), launch
         try:
-            if launch is not None:
-                self.waiting = launch
-            with self.explaining():
-                while not work.is_completed():
-                    # An error is the end of a slice, or the work has failed: then the last ``wait`` below raises it.
-                    with suppress(RuntimeError):
-                        work.wait(self.slice)
-                    if not work.is_completed():
-                        self.raise_verdict()
-                        waited = time.monotonic() - started
-                        if launch is not None and (detector := self.detector()) is not None:
-                            detector.examine(launch, waited)
-                        if isinstance(work, Barrier):
-                            self._examine_barrier(work, waited)
-                work.wait()
+            yield
         finally:
-            if launch is not None:
-                self.waiting = None
+            self._wait = None
+
+    @property
+    def waiting(self) -> CollectiveId | None:
+        """The launch that is waited for."""
+        found = self._wait
+        return found[1] if found is not None else None
+
+    def waiting_of(self, thread: int) -> CollectiveId | None:
+        """The launch that ``thread`` waits for."""
+        found = self._wait
+        return found[1] if found is not None and found[0] == thread else None
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
@@ -252,8 +270,6 @@ class WorkList:
 def collective_of(frame: FrameType) -> list[int] | None:
     """The global ranks of the collective in which this frame waits; None if it waits in none."""
     code = frame.f_code
-    if code.co_filename == __file__:  # of another engine
-        return list(range(dist.get_world_size()))
     if code.co_filename != distributed_c10d.__file__ or code.co_name in POINT_TO_POINT:
         return None
     if code.co_name.startswith("_"):
@@ -270,7 +286,12 @@ def in_layer(frame: FrameType) -> bool:
 
 def in_collective(error: BaseException) -> bool:
     """True if an error came out of torch.distributed, or of a wait for it."""
-    frame = innermost(error.__traceback__)
-    if frame is None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
         return False
-    return frame.f_code.co_filename in (distributed_c10d.__file__, __file__) or in_layer(frame)
+    frame = trace.tb_frame
+    if frame.f_code.co_filename in (distributed_c10d.__file__, __file__) or in_layer(frame):
+        return True
+    return work_awaited(frame, trace.tb_lasti) is not None

@@ -31,11 +31,13 @@ from torch.nn.parameter import is_lazy
 from lt_zero.comm.ranks import Ranks
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import differences
+from lt_zero.common.users_code import warn
 from lt_zero.config.precision import DtypePolicy
 
 _DIGEST = 8  # bytes
 FLAGS = 2 * _DIGEST  # elements of the flags
 _KEPT = 3  # exchanges whose facts are kept: with slow_node_tolerance a step waits for the one before
+_ATTRIBUTE = "attribute "  # begins facts about modules of which it is not known whether a forward runs them
 _REMEDY = "Every rank has to compute the same: look for values that depend on the rank, its data or its environment."
 
 Facts = Mapping[str, Any]  # what -> its value on this rank
@@ -243,6 +245,10 @@ class SameOnRanks:
 def compare(ranks: Ranks, snapshot: Snapshot, what: str) -> None:
     """Compare what ``ranks`` have. Collective.
 
+    Modules without parameters that only some ranks have, as attributes of a class outside of torch, are no error as
+    long as nothing else differs: a script may make one where it logs, on rank 0 only. A forward that uses them would
+    differ, so a warning says so.
+
     Raises:
         RuntimeError: on all ranks, if they differ, or have a problem.
     """
@@ -250,9 +256,27 @@ def compare(ranks: Ranks, snapshot: Snapshot, what: str) -> None:
     ranks.host_max(flags, what).wait()
     if not _equal(flags.tolist()):
         found = ranks.host_gather((dict(snapshot.facts()), snapshot.problem), what)
-        raise RuntimeError(_sentence(ranks, [facts for facts, _ in found], [text for _, text in found]))
+        of_ranks = [facts for facts, _ in found]
+        problems = [text for _, text in found]
+        if any(problems) or not _only_attributes_are_missing(of_ranks):
+            raise RuntimeError(_sentence(ranks, of_ranks, problems))
+        if ranks.rank == 0:
+            warn(
+                f"The ranks have different modules: {differences(dict(zip(ranks.ranks, of_ranks, strict=True)))}. If a"
+                " forward uses them, the ranks compute different things: make them on every rank."
+            )
     if snapshot.problem:
         raise RuntimeError(snapshot.problem)
+
+
+def _only_attributes_are_missing(of_ranks: Sequence[Facts]) -> bool:
+    """True if all facts in which ranks differ are settings of modules that some ranks have not."""
+    for key in {key for facts in of_ranks for key in facts}:
+        values = {facts[key] for facts in of_ranks if key in facts}
+        missing = any(key not in facts for facts in of_ranks)
+        if len(values) > 1 or (missing and not key.startswith(_ATTRIBUTE)):
+            return False
+    return True
 
 
 def _sentence(ranks: Ranks, facts: Sequence[Facts], problems: Sequence[str]) -> str:
@@ -317,6 +341,7 @@ def model_facts(
     """
     facts = dict[str, Any]()
     settings = dict[str, str]()
+    seen = dict[str, nn.Module]()  # by path; a module comes before those inside of it
     order = dict[str, str]()
     first, differ = dict[int, str](), set(map(id, apart))
     # Parameters that are sharded already have guards, which would intercept the access.
@@ -325,6 +350,8 @@ def model_facts(
             if any(path == name or path.startswith(f"{name}.") for name in leaves_out):
                 continue
             inside, kind = f"{path}." if path else "", type(module).__name__
+            seen[path] = module
+            outer = seen.get(path.rpartition(".")[0]) if path else None
             own = list(module.named_parameters(recurse=False, remove_duplicate=False))
             for name, parameter in own:
                 name = inside + name
@@ -337,7 +364,10 @@ def model_facts(
                 for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                     facts[f"buffer {inside + name!r} (of {kind})"] = described(buffer)
             if _has_settings(module) and not any(id(parameter) in differ for _, parameter in own):
-                settings[f"module {path!r}"] = f"{kind}({module.extra_repr()})"
+                what = f"module {path!r}"
+                if not _runs_its_modules(outer):
+                    what = f"{_ATTRIBUTE}{path!r} (of {type(outer).__name__})"
+                settings[what] = f"{kind}({module.extra_repr()})"
     # Last, since an error shows the first differences: the text of a module often follows from its parameters. Their
     # order is that of the elements of a bucket, and another one where a script registers what it finds in a set.
     return facts | settings | order
@@ -354,6 +384,12 @@ def _has_settings(module: nn.Module) -> bool:
     """
     place = type(module).__module__
     return place.startswith("torch.nn.modules.") and place not in _NO_SETTINGS
+
+
+def _runs_its_modules(outer: nn.Module | None) -> bool:
+    """True if the forward of ``outer`` runs what is in it, as far as is known: containers, and the model itself."""
+    contains = isinstance(outer, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+    return outer is None or contains or type(outer).__module__.startswith("torch.")
 
 
 def described(tensor: torch.Tensor) -> str:

@@ -21,13 +21,9 @@ from lt_zero.checkpoint.open import found_at, open_source
 from lt_zero.common.arguments import expect, expect_path
 from lt_zero.common.compat import module_from_checkpoint
 from lt_zero.common.errors import CheckpointError
-<<<<<<< HEAD
+from lt_zero.common.plain_names import names_of, renamed
 from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.engine.lazy_tensor import read_now, whole
-=======
-from lt_zero.common.plain_names import names_of, renamed
-from lt_zero.engine.lazy_tensor import read_now
->>>>>>> w-g
 
 _HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 Module = TypeVar("Module", bound=pl.LightningModule)
@@ -83,7 +79,6 @@ def load_from_checkpoint(
     return module.to(map_location) if map_location is not None else module
 
 
-<<<<<<< HEAD
 def open_directory(
     path: str | os.PathLike[str], map_location: Any, weights_only: bool | None, for_module: bool
 ) -> dict[str, Any] | None:
@@ -158,7 +153,8 @@ def _device(map_location: Any) -> torch.device:
     if isinstance(map_location, Mapping):
         return torch.device(map_location.get("cpu", "cpu"))
     return torch.device("cpu" if map_location is None else map_location)
-=======
+
+
 @contextmanager
 def _taking_plain_names(cls: type[pl.LightningModule]) -> Iterator[None]:
     """Context in which ``load_state_dict`` of the class takes the names of files, which have those of no wrapper.
@@ -178,7 +174,6 @@ def _taking_plain_names(cls: type[pl.LightningModule]) -> Iterator[None]:
             cls.load_state_dict = own  # type: ignore[method-assign]
         else:
             del cls.load_state_dict
->>>>>>> w-g
 
 
 def _left_out(cls: type[pl.LightningModule], checkpoint: Mapping[str, Any]) -> list[str]:

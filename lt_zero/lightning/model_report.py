@@ -56,8 +56,8 @@ def _why_nothing_is_sharded(engine: Engine) -> str:
         return ""
     return (
         f"No parameter is sharded, since the largest has {largest:,} elements and zero_optimization."
-        f"stage3_param_persistence_threshold is {threshold:,}. Every rank keeps all parameters; gradients and optimizer "
-        "states are sharded. Lower the threshold to shard the parameters, or use stage 2."
+        f"stage3_param_persistence_threshold is {threshold:,}. Every rank keeps all parameters; gradients and "
+        "optimizer states are sharded. Lower the threshold to shard the parameters, or use stage 2."
     )
 
 

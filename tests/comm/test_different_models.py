@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,10 @@ def classes(net: Net) -> None:
         net.blocks[0].norm.__class__ = type("OtherNorm", (nn.LayerNorm,), {})
 
 
+def longer(net: Net) -> None:
+    net.head = nn.Sequential(net.head, nn.ReLU()) if other() else nn.Sequential(net.head)
+
+
 F32 = r"float32 on rank\S* 0.*"
 DIFFERENT: dict[Callable[[Net], None], str] = {
     wide: rf"'[\w.]*blocks.1.up.weight' \(of Linear\) is \(31, 10\) {F32} and \(7, 10\) float32 on rank",
@@ -70,6 +75,7 @@ DIFFERENT: dict[Callable[[Net], None], str] = {
     tied: r"'[\w.]*head.weight' .* float32, tied to '[\w.]*embedding.weight' on rank.* and \(11, 10\) float32 on rank",
     half: rf"'[\w.]*blocks.0.norm.weight' .* {F32} and \(10,\) float16 on rank",
     buffered: rf"buffer '[\w.]*blocks.0.seen' \(of Block\) is \(2,\) {F32} and \(3,\) float32 on rank",
+    longer: r"module 'head.1' is missing on rank\S* 0.* and ReLU\(\) on rank",
     classes: rf"'[\w.]*blocks.0.norm.weight' \(of LayerNorm\) is \(10,\) {F32} and missing on rank",
 }
 
@@ -121,7 +127,7 @@ def _error(face: str, stage: int, change: Callable[[Net], None]) -> str:
     ("ranks", "face", "stage", "change"),
     only_rows(
         [
-            *((2, "shard", 3, change) for change in (deep, frozen, tied, classes)),
+            *((2, "shard", 3, change) for change in (deep, frozen, tied, classes, longer)),
             (3, "shard", 3, wide),
             (2, "loop", 2, buffered),
             (2, "Fabric", 0, half),
@@ -138,6 +144,24 @@ def test_the_error_names_the_difference(
 ) -> None:
     for told in pool.run(ranks, _error, face, stage, change):
         assert re.search(DIFFERENT[change], told), told
+
+
+def _shows() -> list[str]:
+    """A module without values on the last rank only, which no forward uses; returns the warnings about it."""
+    net = Net()
+    if other():
+        net.shown = nn.Upsample(scale_factor=2)
+    with quick(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lt_zero.shard(net, config_of(3))
+    return [str(each.message) for each in caught if "different modules" in str(each.message)]
+
+
+def test_a_module_without_values_on_one_rank(pool: Pool) -> None:
+    first, second = pool.run(2, _shows)
+    assert len(first) == 1
+    assert "attribute 'shown' (of Net) is missing on rank 0 and Upsample(scale_factor=2" in first[0]
+    assert not second
 
 
 def test_in_a_trainer(pool: Pool) -> None:

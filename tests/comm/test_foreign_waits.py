@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,9 +24,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 
 import lt_zero
 from lt_zero import FabricZeroStrategy
+from lt_zero.comm.awaited_works import work_awaited
 from lt_zero.comm.foreign_waits import FOREIGN, Blocked, another_may_launch, progress, question_of, standstill
 from lt_zero.comm.verdict import at_standstill
 from lt_zero.comm.work import CALL, CollectiveId
@@ -143,11 +146,23 @@ def _sets_up(world: World) -> None:
     World.join(torch.device("cpu"))
 
 
+def _awaits_a_work(world: World) -> None:
+    launched = dist.all_reduce(torch.ones(2), async_op=True)
+    dist.broadcast(torch.ones(1), 1, async_op=True)  # has not ended either
+    assert launched is not None
+    launched.wait()
+
+
+def _calls(world: World) -> None:
+    world.roll_call("export")
+
+
 CALLS = {
     "operations": (_barrier, _sum),
     "numbers": (_sends_alone, _barrier),
     "objects": (_barrier, _receives),
     "set-up": (_barrier, _sets_up),
+    "work": (_barrier, _awaits_a_work),
 }
 
 
@@ -155,7 +170,7 @@ def _in_foreign_collectives(case: str) -> str:
     return _errors(*CALLS[case])
 
 
-@pytest.mark.parametrize("case", only(["numbers"], CALLS))
+@pytest.mark.parametrize("case", only(["numbers", "work"], CALLS))
 def test_two_foreign_collectives(pool: Pool, case: str) -> None:
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     number = next(i for i, line in enumerate(lines, 1) if "the line of the barrier" in line)
@@ -165,6 +180,85 @@ def test_two_foreign_collectives(pool: Pool, case: str) -> None:
         assert f" waits in barrier of torch.distributed (tests/comm/test_foreign_waits.py:{number})" in message
         assert "for rank 1, which waits in " in message
         assert ALIKE in message
+
+
+def _makes_a_group(beside: str) -> str | None:
+    """Rank 0 makes a group that rank 1 makes only after it has got an error."""
+    with quick():
+        world = World.join(torch.device("cpu"))
+    assert world.detector is not None
+    if dist.get_rank() == 0:
+        dist.new_group()  # the line of the group; ends when rank 1 makes it
+        world.detector._reporter.read_verdict()
+        return world.watch.verdict
+    with pytest.raises(RuntimeError) as caught:
+        _barrier(world) if beside == "barrier" else _calls(world)
+    world.explain(caught.value)
+    dist.new_group()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("beside", only(["export"], ["barrier", "export"]))
+def test_a_group_that_one_rank_makes(pool: Pool, beside: str) -> None:
+    first, second = pool.run(2, _makes_a_group, beside)
+    assert "waits in new_group of torch.distributed (tests/comm/test_foreign_waits.py:" in first
+    assert first in second
+    assert (ALIKE if beside == "barrier" else ON_EVERY_RANK) in first
+
+
+class _Work(dist.Work):
+    """Notes whether its caller is found to wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dist.Work | None = None
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.found = work_awaited(sys._getframe(1))
+        return True
+
+
+def test_whose_work_a_frame_waits_for() -> None:
+    work = _Work()
+    other = _Work()
+    holder = SimpleNamespace(inner=SimpleNamespace(work=work))
+
+    def seen() -> bool:
+        found, work.found = work.found, None
+        return found is work
+
+    assert other is not work
+    work.wait()
+    assert seen()
+    holder.inner.work.wait()
+    assert seen()
+    assert [each.wait() for each in [work]]
+    assert seen()
+
+    def inside() -> None:
+        work.wait()
+
+    inside()
+    assert seen()
+
+    def keeps(values: bool) -> bool:
+        value = torch.zeros(1)
+        seen_here = weakref.ref(value)
+        kept = locals() if values else {}
+        own = work
+        own.wait()
+        assert seen()
+        assert not values or kept["value"] is value
+        del value, kept
+        return seen_here() is not None
+
+    assert not keeps(False)
+    keeps(True)
+    # These end by themselves, or cannot be told: nothing is executed to find out.
+    work.wait(1.0)
+    assert not seen()
+    [work].pop().wait()
+    assert not seen()
 
 
 def _groups_of_two() -> str:
@@ -203,6 +297,15 @@ def _late() -> None:
     if rank == 0:
         time.sleep(LATE_S)
     assert launched is not None
+    launched.wait()
+    # All wait for the same late rank, each in another way.
+    if rank == 0:
+        time.sleep(LATE_S)
+    launched = dist.all_reduce(number, async_op=True)
+    assert launched is not None
+    if rank == 1:
+        launched.wait()
+    dist.new_group([0, 2])
     launched.wait()
     world.roll_call("export")
     assert world.watch.verdict is None
@@ -243,6 +346,61 @@ def _late_in_other_code() -> None:
         dist.barrier(part)
         dist.barrier()
     assert world.watch.verdict is None
+
+
+def _waits_of_two_runs() -> None:
+    """Rank 0 waits in one run and rank 1 in another, for rank 2. Both have launched what rank 0 waits for."""
+    with quick():
+        first = World.join(torch.device("cpu"))
+        second = World.join(torch.device("cpu"))
+    rank = dist.get_rank()
+    if rank == 2:
+        time.sleep(LATE_S)
+    launch = first.order.launch_reduction("reduction", "a bucket", 1)
+    reduced = dist.all_reduce(torch.ones(1), group=first.process_group, async_op=True)
+    if rank == 0:
+        first.watch.wait(reduced, launch)
+    second.roll_call("export")
+    if rank > 0:
+        first.watch.wait(reduced, launch)
+    _waits_in_a_layer(first)
+    assert first.watch.verdict is None
+    assert second.watch.verdict is None
+
+
+def _waits_in_a_layer(world: World) -> None:
+    """As ``_waits_of_two_runs``, in a functional collective: it is not known who has launched that."""
+    rank = dist.get_rank()
+    world.expect_in_layers([0, 1, 2])
+    if rank == 2:
+        time.sleep(LATE_S)
+    reduced = functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD)
+    if rank == 0:
+        functional.wait_tensor(reduced)
+    world.roll_call("export")
+    assert int(functional.wait_tensor(reduced)) == 3
+
+
+def test_a_late_rank_of_two_runs_is_waited_for(pool: Pool) -> None:
+    pool.run(3, _waits_of_two_runs)
+
+
+def _in_different_runs() -> str:
+    """Each rank calls an operation of another run."""
+    with quick():
+        worlds = [World.join(torch.device("cpu")) for _ in range(2)]
+    rank = dist.get_rank()
+    with pytest.raises(RuntimeError) as caught:
+        worlds[rank].roll_call(["export", "save_checkpoint"][rank])
+    return str(caught.value)
+
+
+def test_two_runs_that_wait_for_each_other(pool: Pool) -> None:
+    first, second = pool.run(2, _in_different_runs)
+    assert "`export` was called on rank 0 (" in first
+    assert "and not on rank 1, which waits in `save_checkpoint` of another engine (" in first
+    assert "`save_checkpoint` was called on rank 1 (" in second
+    assert "and not on rank 0, which waits in `export` of another engine (" in second
 
 
 def _earlier_group() -> str:

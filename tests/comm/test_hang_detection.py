@@ -337,6 +337,37 @@ def test_a_rank_that_is_gone(how: str, tmp_path: Path) -> None:
             process.kill()
 
 
+def _leaves(rank: int, store: str, answer: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    with quick(poll=3600.0):
+        world = World.join(torch.device("cpu"))
+    assert world.detector is not None
+    while world.detector._store.add("listening", 0) < 2:
+        time.sleep(0.01)
+    dist.barrier()
+    if rank == 0:
+        world.detector.leave()
+        answer.send("left")
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_rank_0_does_not_wait_for_threads_of_processes_that_have_ended(tmp_path: Path) -> None:
+    context = mp.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    processes = [context.Process(target=_leaves, args=(rank, str(tmp_path / "store"), theirs)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        assert ours.poll(230), "no answer"
+        assert ours.recv() == "left"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(30)
+
+
 def _threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name == "lt_zero-roll-call"]
 

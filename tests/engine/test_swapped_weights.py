@@ -189,6 +189,21 @@ def test_weights_come_back_in_full_precision(pool: Pool, stage: int, mode: str) 
     pool.run(3 if stage == 3 and mode == "bf16-mixed" else 2, _as_without, stage, mode, SWAPS)
 
 
+FEATURES: dict[str, dict[str, Any]] = {
+    "overlap_step": {"offload_optimizer": {"device": "cpu", "overlap_step": True}},
+    "qwZ": {"zero_quantized_weights": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "feature"),
+    only_rows([(3, "overlap_step"), (3, "qwZ")], [*itertools.product([0, 2, 3], ["overlap_step"]), (3, "qwZ")]),
+)
+def test_weights_come_back_with_other_features(pool: Pool, stage: int, feature: str) -> None:
+    """While a step runs in the background, and where gathers round weights to 8 bits."""
+    pool.run(2, _as_without, stage, "bf16-mixed", [_swap, _swap_by_hand], FEATURES[feature])
+
+
 @pytest.mark.parametrize(("stage", "device"), only_rows([(3, "cpu")], itertools.product([0, 2, 3], ["cpu", "nvme"])))
 def test_offloaded_weights_come_back(tmp_path: Path, stage: int, device: str) -> None:
     """On a simulated device, whose order of copies is checked."""

@@ -171,6 +171,46 @@ def count_of_launches(group: Any) -> int:
     return int(group._get_sequence_number_for_group())
 
 
+def count_of_groups() -> int:
+    """The number of process groups that this process has made. All ranks make all groups, in one order."""
+    return int(distributed_c10d._world.group_count)
+
+
+def group_in_making(frame: Any) -> tuple[int, list[int]] | None:
+    """The process group that a call of torch makes, which waits for the ranks of it; ``frame``: its innermost frame.
+
+    Returns the number of the group, from 0, and the global ranks of it; None if it makes none, or one without a number.
+    """
+    while frame is not None and frame.f_code.co_filename == distributed_c10d.__file__:
+        if frame.f_code is distributed_c10d._new_group_with_tag.__code__:
+            name = str(frame.f_locals.get("group_name"))
+            return (int(name), list(frame.f_locals["ranks"])) if name.isdecimal() else None
+        frame = frame.f_back
+    return None
+
+
+# ``OpType`` of torch's works, as backends and the flight recorder name the operations.
+_OPERATIONS = {
+    0: "broadcast",
+    1: "allreduce",
+    3: "reduce",
+    4: "allgather",
+    5: "allgather",
+    7: "gather",
+    8: "scatter",
+    9: "reducescatter",
+    10: "alltoall",
+    11: "alltoall",
+    15: "barrier",
+    16: "reducescatter",
+}
+
+
+def operation_of(work: Any) -> str | None:
+    """The collective of a work; None for sends and receives, and for what is not known."""
+    return _OPERATIONS.get(work._get_op_type())
+
+
 def abort_nccl(groups: Iterable[Any]) -> None:
     """End all collectives of NCCL in ``groups``, which have it, and those to come; may block.
 
