@@ -270,10 +270,14 @@ class EndedRanks:
         return [rank for rank in range(self._world) if rank != self._rank and self.has_ended(rank)]
 
     def all_over(self) -> list[int]:
-        """The ranks that have ended; [] if any of them did so by an error, or without telling how."""
-        ended = self.ended()
-        ends = [self._last_known(rank) for rank in ended]
-        return ended if all(end is not None and not end.text and end.concerns(self.scopes) for end in ends) else []
+        """The ranks that have come to their end without an error; [] if one has ended without telling how.
+
+        Those that tell an error may have ended because of these.
+        """
+        ends = {rank: self._last_known(rank) for rank in self.ended()}
+        if any(end is None or not (end.text or end.concerns(self.scopes)) for end in ends.values()):
+            return []
+        return [rank for rank, end in ends.items() if end is not None and not end.text]
 
     def _last_known(self, rank: int) -> End | None:
         """Find what a rank has told of its end; if the store has ended since, of what was read before."""
