@@ -188,13 +188,13 @@ def _makes_a_group(beside: str) -> str | None:
         world = World.join(torch.device("cpu"))
     assert world.detector is not None
     if dist.get_rank() == 0:
-        dist.new_group()  # the line of the group; ends when rank 1 makes it
+        dist.barrier(dist.new_group())  # ends when rank 1 makes it, too
         world.detector._reporter.read_verdict()
         return world.watch.verdict
     with pytest.raises(RuntimeError) as caught:
         _barrier(world) if beside == "barrier" else _calls(world)
     world.explain(caught.value)
-    dist.new_group()
+    dist.barrier(dist.new_group())
     return str(caught.value)
 
 
