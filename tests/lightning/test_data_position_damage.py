@@ -101,9 +101,7 @@ def test_values_of_an_epoch_that_is_cut_are_told(tmp_path: Path) -> None:
     trainer.fit(Logs(new_loader))
     trainer.save_checkpoint(tmp_path / "x.ckpt", weights_only=False)
     trainer = new_trainer(max_epochs=1)
-    with pytest.warns(
-        UserWarning, match="Values of the epoch for 'loss' will cover"
-    ):
+    with pytest.warns(UserWarning, match="Values of the epoch for 'loss' will cover"):
         trainer.fit(Logs(new_loader), ckpt_path=tmp_path / "x.ckpt")
     assert trainer.global_step == 6  # all batches of the epoch
 

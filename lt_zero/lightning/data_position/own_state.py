@@ -259,7 +259,9 @@ def _values(path: str, owner: Any) -> list[Found]:
 
 def _changes(value: Any) -> bool:
     if isinstance(value, list):
-        return not value or isinstance(value[0], (int, list, tuple, np.integer))
+        first = value[0] if value else 0
+        first = first[0] if isinstance(first, (list, tuple)) and first else first
+        return isinstance(first, (int, list, tuple, np.integer))
     return isinstance(value, (int, Tensor, np.ndarray))
 
 
@@ -287,7 +289,9 @@ def _copied(value: Any) -> Any:
         return torch.from_numpy(value.copy())
     if isinstance(value, list) and all(isinstance(item, (int, np.integer)) for item in value):
         return {"list": torch.tensor(value, dtype=torch.int64)}  # a tenth of the bytes
-    return [list(x) if isinstance(x, (list, tuple)) else x for x in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [list(x) if isinstance(x, list) else tuple(x) if isinstance(x, tuple) else x for x in value]
+    return value
 
 
 def _assign(place: Found, state: Any) -> None:

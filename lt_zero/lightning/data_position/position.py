@@ -48,6 +48,7 @@ from typing import Any, cast
 import lightning.pytorch as pl
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import Metric
 
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.module_hooks import ProcessLocal
@@ -78,6 +79,7 @@ class DataPosition:
         self._pending: dict[str, Any] | None = None  # the saved position, until it is restored
         self._upcoming: deque[RandomStates] = deque()  # see Note [When random states are set]
         self._ahead: RandomStates | None = None  # after batches that were read before training started
+        self._has_metrics = False  # whether the module has objects of torchmetrics
         self._values: EpochValues | None = None  # logged, before the batches that a resume would repeat
         self._same_ranks = True  # whether as many ranks have saved what is loaded
 
@@ -111,7 +113,9 @@ class DataPosition:
 
     def start(self) -> None:
         """Training begins. Collective in a run that is resumed; see Note [The rest of an iteration]."""
+        assert self._trainer is not None
         self._started = True
+        self._has_metrics = any(isinstance(child, Metric) for child in self._trainer.lightning_module.modules())
         state, self._loaded = self._loaded, None
         if state is not None:
             if state["consumed"] and not state["ended"]:
@@ -124,7 +128,6 @@ class DataPosition:
         self._upcoming.clear()
         self._ahead = None
         if state is not None:
-            assert self._trainer is not None
             do_rest(self._trainer, state)
             if state["ended"] and self._pending is not None:
                 # Before hooks that set the epoch of samplers.
@@ -137,7 +140,7 @@ class DataPosition:
         window = self._trainer.accumulate_grad_batches
         batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
         if (batches.ready - 1) % window == 0:
-            self._values = EpochValues.now(self._trainer, copies=window > 1)
+            self._values = EpochValues.now(self._trainer, copies=window > 1 and self._has_metrics)
 
     def before_validation(self) -> None:
         if self._before_validation is None:
@@ -496,7 +499,7 @@ class LoaderPosition:
                 set_epoch(state["epoch"])
             self._resumed.append(self._repeat(state, count, back or 0, target))
             if back == 0:
-                self.own.set(own_now, samples_only=True)
+                self.own.set(own_now, samples_only=not self.stateful)
 
     def begin_epoch(self, state: dict[str, Any]) -> None:
         """Restore the private state that the next epoch begins with."""
