@@ -114,7 +114,7 @@ class LoggedValue(NamedTuple):
 
 
 def logged_values(trainer: Any) -> list[LoggedValue]:
-    """What training has logged. Copies nothing: Lightning adds values into new tensors."""
+    """The values that training has logged. Copies nothing: Lightning adds values into new tensors."""
     return [
         LoggedValue(
             entry.meta,
@@ -201,7 +201,7 @@ def restore_logged_values(
 
 
 def count_of_updates(metric: Any) -> int:
-    """How often a ``torchmetrics.Metric`` was updated since it was reset."""
+    """The number of times that a ``torchmetrics.Metric`` was updated since it was reset."""
     return int(metric._update_count)
 
 

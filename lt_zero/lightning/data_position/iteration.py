@@ -1,4 +1,4 @@
-"""What was left of the iteration in which a checkpoint was saved: a resumed run does it before the next batch.
+"""The rest of the iteration in which a checkpoint was saved: a resumed run does it before the next batch.
 
 Note [The rest of an iteration]
     Checkpoints are saved in hooks, in the middle of Lightning's loops. In the run that is not interrupted the rest of
@@ -27,7 +27,7 @@ RESTS: tuple[str, ...] = get_args(Rest)
 
 
 def rest_of(trainer: pl.Trainer) -> Rest:
-    """What is left now, at a save."""
+    """Tell what is left now, at a save."""
     hook = TrainingLoops(trainer).hook
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     epochs: Any = trainer.fit_loop.epoch_progress.current

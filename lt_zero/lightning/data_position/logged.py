@@ -31,7 +31,7 @@ _NAMES = ("entries", "metrics", "shown", "lost")
 
 
 class EpochValues(NamedTuple):
-    """What training has logged in an epoch, before one of its batches.
+    """The values that training has logged in an epoch, before one of its batches.
 
     ``batch``: the number of that batch in the epoch, from 1. ``metrics``: copies of the states of
     ``torchmetrics.Metric`` objects, with the number of their updates; None: they were not copied.
@@ -97,7 +97,7 @@ def restore_values(trainer: pl.Trainer, saved: dict[str, Any], same_ranks: bool)
 
 
 def are_values(saved: object) -> bool:
-    """Whether this is what ``saved_values`` returns, as far as that can be told without the module."""
+    """True if this is what ``saved_values`` returns, as far as that can be told without the module."""
     if not isinstance(saved, dict) or not saved.keys() >= set(_NAMES):
         return False
     kinds = {"callback", "logged", "bar"}

@@ -39,7 +39,7 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 _PLAIN = (type(None), bool, float, complex, str, bytes, Tensor, np.ndarray, np.generic, ModuleType, type, nn.Module)
 
 
-class Found(NamedTuple):
+class StatePlace(NamedTuple):
     """A piece of state: where it is, the object and the key of its attribute, and its value.
 
     ``orders``: whether it can only decide on the order of samples, not on what is drawn for a sample.
@@ -69,7 +69,7 @@ class OwnState:
         self.too_long: list[str] = []  # orders that have changed, but are too long to be saved
 
     def generators_of_samples(self) -> bool:
-        """Whether generators are left that draw for samples, not for their order."""
+        """True if generators are left that draw for samples, not for their order."""
         return any(isinstance(place.value, _GENERATORS) and not place.orders for place in self._look()[0])
 
     def take(self) -> dict[str, Any]:
@@ -111,20 +111,20 @@ class OwnState:
                 _unpack(place, state)
 
     def agrees(self, taken: dict[str, Any]) -> bool:
-        """Whether ``state_dict`` of samplers returns what it had returned in ``take``."""
+        """True if ``state_dict`` of samplers returns what it had returned in ``take``."""
         now = self.take()
         kept = [path for path, state in taken.items() if state["kind"] == "state_dict"]
         return all(path in now and _same(now[path]["state"], taken[path]["state"]) for path in kept)
 
     # ---- the walk ------------------------------------------------------------------------------------------------
 
-    def _look(self, expected: Any = ()) -> tuple[list[Found], list[str]]:
+    def _look(self, expected: Any = ()) -> tuple[list[StatePlace], list[str]]:
         """All pieces of state, and paths of those that cannot be saved.
 
         Args:
             expected: paths of generators that may be None so far: they are made with the first pass.
         """
-        found: list[Found] = []
+        found: list[StatePlace] = []
         hidden: list[str] = []
         seen = {id(self._loader)}
         waiting = [(path, key, value, self._loader, 1) for path, key, value in self._roots()]
@@ -137,7 +137,7 @@ class OwnState:
             )
             if isinstance(value, _GENERATORS) or (value is None and path in expected):
                 if not _is_global(value) and (value is None or id(value) not in seen):
-                    found.append(Found(path, owner, key, value, orders))
+                    found.append(StatePlace(path, owner, key, value, orders))
                 seen.add(id(value))
                 continue
             if isinstance(value, (GeneratorType, Iterator)) and type(value).__module__ in ("builtins", "itertools"):
@@ -148,7 +148,7 @@ class OwnState:
             seen.add(id(value))
             sampler = path.startswith(_FIRST[1:]) or (not loads and not path.startswith("dataset"))
             if sampler and _has_state_dict(value):
-                found.append(Found(path, owner, key, value, orders))
+                found.append(StatePlace(path, owner, key, value, orders))
             elif (sampler or (path == "dataset" and orders)) and not type(value).__module__.startswith(_OPEN):
                 found += _values(path, value)
             if depth < DEEPEST and not self._stateful:
@@ -170,7 +170,7 @@ class OwnState:
 
 @functools.cache
 def _attributes() -> frozenset[str]:
-    """What every DataLoader has."""
+    """Names of the attributes that every DataLoader has."""
     return frozenset({*vars(DataLoader(torch.utils.data.TensorDataset(torch.zeros(1)))), "_IterableDataset_len_called"})
 
 
@@ -183,7 +183,7 @@ def _breadth_first(waiting: list[Any]) -> Iterator[Any]:
 
 
 def _children(value: Any, sampler: bool) -> Iterator[tuple[str, Any]]:
-    """What an object holds, with names."""
+    """The values that an object holds, with names."""
     if isinstance(value, dict):
         yield from ((str(key), child) for key, child in list(value.items())[:64])
     elif isinstance(value, (list, tuple)):
@@ -224,7 +224,7 @@ def _is_empty(cell: Any) -> bool:
 
 
 def _is_open(value: Any) -> bool:
-    """Whether the attributes of an object are looked at."""
+    """True if the attributes of an object are looked at."""
     if isinstance(value, (*_PLAIN, int)):
         return False
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], (*_PLAIN, int)):
@@ -234,7 +234,7 @@ def _is_open(value: Any) -> bool:
 
 
 def _is_global(generator: Any) -> bool:
-    """Whether it is one of the generators of the process, or has no state."""
+    """True if it is one of the generators of the process, or has no state."""
     known = [torch.default_generator, random._inst, np.random.mtrand._rand]
     return isinstance(generator, random.SystemRandom) or any(generator is one for one in known)
 
@@ -247,11 +247,11 @@ def _has_state_dict(value: Any) -> bool:
 # ---- counters and orders ---------------------------------------------------------------------------------------------
 
 
-def _values(path: str, owner: Any) -> list[Found]:
+def _values(path: str, owner: Any) -> list[StatePlace]:
     """Attributes that may count passes or keep an order."""
     prefix = f"{path}." if path else ""
     return [
-        Found(f"{prefix}{name}", owner, name, value, True)
+        StatePlace(f"{prefix}{name}", owner, name, value, True)
         for name, value in getattr(owner, "__dict__", {}).items()
         if not name.startswith("__") and _changes(value)
     ]
@@ -294,7 +294,7 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def _assign(place: Found, state: Any) -> None:
+def _assign(place: StatePlace, state: Any) -> None:
     """Set a counter or an order, in place where others may hold it."""
     value, state = place.value, state["list"].tolist() if isinstance(state, dict) else state
     if isinstance(value, list) and isinstance(state, list):
@@ -324,7 +324,7 @@ def _packed(generator: Any) -> dict[str, Any]:
     return {"kind": "numpy", "state": _plain(generator.bit_generator.state)}
 
 
-def _unpack(place: Found, saved: dict[str, Any]) -> None:
+def _unpack(place: StatePlace, saved: dict[str, Any]) -> None:
     """Set a generator's state; one that is None so far is made."""
     generator, kind, state = place.value, saved["kind"], saved["state"]
     if generator is None:
@@ -345,14 +345,14 @@ def _unpack(place: Found, saved: dict[str, Any]) -> None:
 
 
 def are_states(taken: object) -> bool:
-    """Whether this is what ``OwnState.take`` returns; new generators check their states."""
+    """True if this is what ``OwnState.take`` returns; new generators check their states."""
     if not isinstance(taken, dict):
         return False
     try:
         for saved in taken.values():
             if saved["kind"] not in ("value", "state_dict"):
                 owner: dict[str, Any] = {}
-                _unpack(Found("", owner, "", None, orders=True), saved)
+                _unpack(StatePlace("", owner, "", None, orders=True), saved)
             saved["state"]
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError):
         return False
@@ -390,7 +390,7 @@ def _arrays(state: Any) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two states of samplers are equal."""
+    """True if two states of samplers are equal."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):

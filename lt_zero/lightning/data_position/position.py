@@ -195,7 +195,7 @@ class DataPosition:
         }
 
     def _rest(self, position: int, repeats: bool, ended: bool, counted: bool) -> dict[str, Any]:
-        """What is left of the iteration, and what was logged before ``position``."""
+        """Tell what is left of the iteration, and what was logged before ``position``."""
         if self._trainer is None:
             return {"rest": "nothing", "logged": None}
         rest, before = rest_of(self._trainer), self._values
