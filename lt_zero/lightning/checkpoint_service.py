@@ -358,7 +358,7 @@ class CheckpointService:
             check_schedule(state, config.scheduler, checkpoint.get(LT_ZERO, {}).get("path") or "The checkpoint")
         if POSITION in checkpoint:
             with run.agree("restoring random states and the position in the data", CheckpointError):
-                self._data.load(checkpoint[POSITION], run.session.data_rank)
+                self._data.load(checkpoint[POSITION], run.session.data_rank, run.session.data_ranks)
         if not states and (how.load_module_only or not how.load_optimizer_states):
             return
         Progress.of(checkpoint).restore(run.engine, None)  # Lightning gives the loss scale to the precision plugin

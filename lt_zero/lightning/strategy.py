@@ -417,6 +417,7 @@ class ZeroStrategy(RunQueries):
         if (epoch := self._module.current_epoch) != self._epoch:
             self._epoch = epoch
             self.engine.world.meet(f"the start of epoch {epoch}")
+        self.data.begin_batch()
         self._pass_point(trains=True, begins=True)
 
     def _pass_point(self, trains: bool, begins: bool = False) -> None:

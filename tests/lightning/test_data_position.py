@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lt_zero.lightning.data_position.position import DataPosition, tracked
 from tests.support.matrix import cover, only, only_rows
@@ -92,6 +92,16 @@ def test_workers(workers: dict[str, Any], tmp_path: Path) -> None:
     stops = [2, 6] if workers else [2, 8]
     noise = 0.0 if workers else 0.1  # of workers that live on, the random numbers of earlier epochs are not known
     compare(lambda: Model(lambda: new_loader(Noisy(noise=noise), num_workers=2, **workers)), tmp_path, stops=stops)
+
+
+@pytest.mark.slow
+def test_workers_with_a_sampler_that_has_a_generator(tmp_path: Path) -> None:
+    def loader() -> DataLoader[Tensor]:
+        generator = torch.Generator().manual_seed(6)
+        sampler = WeightedRandomSampler(torch.arange(1.0, 25.0), 24, generator=generator)
+        return new_loader(shuffle=None, sampler=sampler, num_workers=2)
+
+    compare(lambda: Model(loader), tmp_path, stops=[2, 6, 8])
 
 
 def test_workers_iterable(tmp_path: Path) -> None:

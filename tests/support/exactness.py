@@ -269,7 +269,7 @@ CLAIMS = [
     Claim(
         "a resume, and the run that was not interrupted",
         _resumed((3, 3), (2, 2)),
-        "a checkpoint has master weights, states, schedules, random states and the position in the data",
+        "a checkpoint has master weights, states, schedules, random states, the position in the data and logged values",
     ),
     Claim(
         "a resume at another stage",
@@ -285,7 +285,7 @@ CLAIMS = [
     Claim(
         "dropout, with a validation after each epoch, and without validations",
         _with_dropout(("", 2), ("", 0)),
-        "validation inside `fit` restores the random states, as a resume may skip one; under DDP it does not",
+        "validation inside `fit` restores the random states; under DDP it does not",
     ),
     Claim(
         "dropout, stage 2 and DDP, without validations",

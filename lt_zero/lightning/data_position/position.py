@@ -9,14 +9,11 @@ Note [When random states are set]
     gradients are in no checkpoint.
 
 Note [Random states around validation]
-    Validation inside fit restores the random states. Lightning skips a validation that was due at the time of saving;
-    thus training does not depend on it.
+    Validation inside fit restores the random states, so that training does not depend on whether there is one.
 
 Note [Lightning's counters]
-    The loops' batch counters are corrected before the loops read them, where they differ from what was trained on:
-    after ``max_steps`` has ended an epoch early, Lightning would continue in the middle of the next one; at the last
-    batch of an epoch, whose count is already full; inside an accumulation window; and with another number of batches
-    per epoch for another world size.
+    The loops' counters are corrected before the loops read them, where they differ from what was trained on (see
+    iteration.py), and with another number of batches per epoch for another world size.
 
 Note [Lazy iterators]
     A tracked loader is the user's loader with one method replaced: ``__iter__`` returns at once and opens the loader
@@ -49,13 +46,16 @@ from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import Metric
 
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.users_code import warn
+from lt_zero.lightning.data_position.iteration import RESTS, correct_counters, do_rest, rest_of
+from lt_zero.lightning.data_position.logged import EpochValues, are_values, restore_values, saved_values
+from lt_zero.lightning.data_position.own_state import LONGEST, OwnState, are_states
 from lt_zero.lightning.data_position.random_state import RandomStates, own_or_derived
 
 POSITION = "lt_zero_progress"
@@ -79,6 +79,9 @@ class DataPosition:
         self._pending: dict[str, Any] | None = None  # the saved position, until it is restored
         self._upcoming: deque[RandomStates] = deque()  # see Note [When random states are set]
         self._ahead: RandomStates | None = None  # after batches that were read before training started
+        self._has_metrics = False  # whether the module has objects of torchmetrics
+        self._values: EpochValues | None = None  # logged, before the batches that a resume would repeat
+        self._same_ranks = True  # whether as many ranks have saved what is loaded
 
     # ---- a run ---------------------------------------------------------------------------------------------------
 
@@ -109,18 +112,35 @@ class DataPosition:
         return plain if clone is None else clone  # not `or`: bool() calls len(), which some loaders lack
 
     def start(self) -> None:
-        """Training begins."""
+        """Training begins. Collective in a run that is resumed; see Note [The rest of an iteration]."""
+        assert self._trainer is not None
         self._started = True
-        if self._loaded is not None:
-            state, self._loaded = self._loaded, None
+        self._has_metrics = any(isinstance(child, Metric) for child in self._trainer.lightning_module.modules())
+        state, self._loaded = self._loaded, None
+        if state is not None:
             if state["consumed"] and not state["ended"]:
                 self._scale_counters(state)
+            self._restore_logged(state)
         if self._upcoming:
             self._upcoming.popleft().apply()
         elif self._ahead is not None:
             self._ahead.apply()
         self._upcoming.clear()
         self._ahead = None
+        if state is not None:
+            do_rest(self._trainer, state)
+            if state["ended"] and self._pending is not None:
+                # Before hooks that set the epoch of samplers.
+                for position, saved in zip(self._feed.positions, state["loaders"], strict=False):
+                    position.begin_epoch(saved)
+
+    def begin_batch(self) -> None:
+        """A batch is trained on next."""
+        assert self._trainer is not None
+        window = self._trainer.accumulate_grad_batches
+        batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        if (batches.ready - 1) % window == 0:
+            self._values = EpochValues.now(self._trainer, copies=window > 1 and self._has_metrics)
 
     def before_validation(self) -> None:
         if self._before_validation is None:
@@ -169,9 +189,20 @@ class DataPosition:
             "consumed": consumed - open_window,
             "ended": ended,
             "counted": counted,
-            "full": self._trainer is not None and consumed >= self._trainer.num_training_batches,
+            "window": open_window > 0,
+            **self._rest(consumed - open_window, repeats or open_window > 0, ended, counted),
             "loaders": [position.state_dict() for position in feed.positions],
         }
+
+    def _rest(self, position: int, repeats: bool, ended: bool, counted: bool) -> dict[str, Any]:
+        """Tell what is left of the iteration, and what was logged before ``position``."""
+        if self._trainer is None:
+            return {"rest": "nothing", "logged": None}
+        rest, before = rest_of(self._trainer), self._values
+        if not repeats or (before is not None and before.batch != position + 1):
+            before = None
+        in_epoch = not ended and rest != "validation"
+        return {"rest": rest, "logged": saved_values(self._trainer, before, in_epoch, cut=counted and not ended)}
 
     def _consumed(self) -> tuple[int, bool, bool, bool]:
         """Batches trained on in this epoch; whether one is incomplete; whether the epoch has ended, and is counted."""
@@ -187,10 +218,10 @@ class DataPosition:
 
     # ---- restoring -----------------------------------------------------------------------------------------------
 
-    def load(self, states: Sequence[dict[str, Any]], rank: int) -> None:
+    def load(self, states: Sequence[dict[str, Any]], rank: int, ranks: int) -> None:
         """Load the ``state_dict`` of all ranks of the saved run, for the fit that begins.
 
-        The saved run may not have had this ``rank``.
+        The saved run may not have had this ``rank``, or another number of ``ranks``.
 
         Raises:
             CheckpointError: the states cannot be read.
@@ -210,28 +241,22 @@ class DataPosition:
         loaders = [{**p, "start": p["start"] and RandomStates.of(p["start"], where)} for p in own["loaders"]]
         self._pending = {**own, "loaders": loaders, "now": RandomStates.of(own["now"], where)}
         self._upcoming, self._loaded = deque(upcoming), own
-        self._correct_counters(own)
-
-    def _correct_counters(self, state: dict[str, Any]) -> None:
-        """Correct the counters. See Note [Lightning's counters]."""
+        self._same_ranks = len(states) == ranks
         assert self._trainer is not None
-        loop = self._trainer.fit_loop
-        batches: Any = loop.epoch_loop.batch_progress
-        epochs: Any = loop.epoch_progress
-        if state["counted"] and not state["ended"] and state["consumed"] and loop.restarting:
-            for tracker in (epochs.total, epochs.current):
-                tracker.processed = tracker.completed = tracker.ready - 1
-        if state["ended"] and not state["counted"] and not state["full"]:  # Lightning does not know the epoch's length
-            for tracker in (epochs.total, epochs.current):
-                tracker.processed = tracker.completed = tracker.ready
-            batches.total.completed = batches.total.processed
-            batches.reset_on_run()
-            loop.restarting = loop.restarting
-        elif state["counted"] and state["ended"]:
-            batches.reset_on_run()
-        elif not state["ended"] and (surplus := batches.current.processed - state["consumed"]) > 0:
-            for tracker in (batches.total, batches.current):
-                tracker.ready = tracker.started = tracker.processed = tracker.completed = tracker.processed - surplus
+        correct_counters(self._trainer, own)
+
+    def _restore_logged(self, state: dict[str, Any]) -> None:
+        """Restore logged values. Warns about those of the epoch that cannot be restored."""
+        if (saved := state.get("logged")) is None:
+            return
+        assert self._trainer is not None
+        lost = restore_values(self._trainer, saved, self._same_ranks)
+        if lost and state["consumed"] and not state["ended"]:
+            warn(
+                f"Values of the epoch for {', '.join(map(repr, lost))} will cover its batches after this resume only: "
+                "the checkpoint does not have what was logged before.",
+                UserWarning,
+            )
 
     def _scale_counters(self, state: dict[str, Any]) -> None:
         """See Note [Resuming with another batch size]. Warns about loaders that lose their position."""
@@ -276,7 +301,7 @@ def _reads_itself(trainer: pl.Trainer) -> bool:
 def _check(state: Any, where: str) -> None:
     """Raises: CheckpointError."""
     kinds: dict[type[Any], tuple[str, ...]]
-    kinds = {list: ("states", "loaders"), int: ("back", "consumed"), bool: ("ended", "counted", "full")}
+    kinds = {list: ("states", "loaders"), int: ("back", "consumed"), bool: ("ended", "counted")}
     if not isinstance(state, dict) or state.get("version") != _VERSION:
         found = state.get("version") if isinstance(state, dict) else type(state).__name__
         raise CheckpointError(
@@ -284,13 +309,19 @@ def _check(state: Any, where: str) -> None:
             f"{POSITION!r} from the checkpoint to resume without it."
         )
     wrong = [name for kind, names in kinds.items() for name in names if not isinstance(state.get(name), kind)]
-    lists = {"generators", "generators_now"}
+    if "rest" in state:  # not in checkpoints of the first versions
+        wrong += ["rest"] if state["rest"] not in RESTS or not isinstance(state.get("window"), bool) else []
+        wrong += ["logged"] if state.get("logged") is not None and not are_values(state["logged"]) else []
+    lists = {"generators", "generators_now"}  # of the first versions
     numbers = ("fetched", "served", "openings", "unit")
     for loader in state.get("loaders") or []:
         fields = loader if isinstance(loader, dict) else {}
         counts = all(isinstance(fields.get(name), int) and fields[name] >= 0 for name in numbers)
-        if not counts or fields["unit"] < 1 or not {"start", "epoch", "cycled", "exhausted", *lists} <= fields.keys():
+        own = {"own", "own_now"} if "own" in fields else lists
+        if not counts or fields["unit"] < 1 or not {"start", "epoch", "cycled", "exhausted", *own} <= fields.keys():
             wrong.append("loaders")
+        elif "own" in fields:
+            wrong += [name for name in ("own", "own_now") if not are_states(fields[name])]
         elif not all(isinstance(g, Tensor) for name in lists for g in fields[name]):
             wrong.append("generators")
     if wrong or state["back"] < 0 or state["consumed"] < 0:
@@ -380,13 +411,15 @@ class LoaderPosition:
         self.unit = world * size  # samples of all ranks in a batch
         self.make: Make | None = None
         self.start: RandomStates | None = None  # at the start of the pass
-        self.generators: list[Tensor] = []  # states of the user's generators at the start of the pass
+        self.own = OwnState(loader, self.stateful)
+        self.own_start: dict[str, Any] = {}  # at the start of the pass
         self.fetched = 0  # batches in the pass
         self.served = 0  # batches in the epoch, over several passes
         self.cycled = False  # whether the loader has ended in this epoch
         self.exhausted = False  # whether the pass has ended
         self.openings = 0  # passes with the same workers
         self._resumed: list[Iterator[Any]] = []
+        self._begun = False  # whether the private state for a new epoch was restored
 
     def open(self, make: Make) -> Iterator[Any]:
         feed = self._feed
@@ -402,25 +435,26 @@ class LoaderPosition:
         if self._resumed:
             return self._resumed.pop(0)
         assert self.make is not None
-        self.start, self.generators, self.fetched = RandomStates.now(), [g.get_state() for g in self._own()], 0
+        self.start, self.own_start, self.fetched = RandomStates.now(), self.own.take(), 0
         self.openings += 1
         return self.make()
-
-    def _own(self) -> list[torch.Generator]:
-        """The user's generators that decide the order."""
-        holders = [self.loader, getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None)]
-        holders.append(getattr(holders[-1], "sampler", None))
-        found = [getattr(holder, "generator", None) for holder in holders]
-        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
     # ---- saving and restoring ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        counters = ("generators", "fetched", "served", "cycled", "exhausted", "openings", "unit")
+        counters = ("fetched", "served", "cycled", "exhausted", "openings", "unit")
+        own_now = self.own.take()
+        if self.own.too_long:
+            longest, self.own.too_long = ", ".join(sorted(set(self.own.too_long))), []
+            self._warn(
+                f"changes {longest} in place, which is too long for a checkpoint (more than {LONGEST} elements): a "
+                "resumed run will have another order"
+            )
         return {
             **{name: getattr(self, name) for name in counters},
             "start": self.start.state_dict() if self.start is not None else None,
-            "generators_now": [g.get_state() for g in self._own()],
+            "own": self.own_start,
+            "own_now": own_now,
             "epoch": getattr(getattr(self.loader, "sampler", None), "epoch", None),
         }
 
@@ -440,10 +474,10 @@ class LoaderPosition:
         if workers and int(state["openings"]) > min(count, 1):
             self._warn("keeps its workers (persistent_workers=True), whose random numbers start over")
             # Start the workers now, so that the pass draws no seed for them.
-            self.make()
+            self._make_beside()
         if back is None and self.stateful and state["fetched"]:
             # Consume the state of the pass that has ended.
-            self.make()
+            self._make_beside()
         if back is not None and state["cycled"]:
             self._resumed.append(iter(()))  # shows Lightning's CombinedLoader the end of this loader again
             self.cycled = True
@@ -452,30 +486,93 @@ class LoaderPosition:
         start = state["start"]
         if back is not None and state["exhausted"]:
             return
-        repeats = back is not None and (count > 0 or back > 0)
-        self._set_generators(state["generators" if repeats else "generators_now"])
+        own, own_now = self._own_of(state)
+        if back is None or (count == 0 and back == 0):
+            self.begin_epoch(state)
+        else:
+            self.own.set(own)
         if count > 0 and start is not None:
-            self.start, self.generators, self.fetched = start, list(state["generators"]), count
+            self.start, self.own_start, self.fetched = start, own, count
             # Lightning sets the epoch after it reads ahead, and counts an epoch that max_steps ended.
             set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
             if isinstance(state["epoch"], int) and callable(set_epoch):
                 set_epoch(state["epoch"])
-            start.apply()
-            self._resumed.append(self._skip(count, target))
+            self._resumed.append(self._repeat(state, count, back or 0, target))
             if back == 0:
-                self._set_generators(state["generators_now"])
+                self.own.set(own_now, samples_only=not self.stateful)
 
-    def _set_generators(self, states: list[Tensor]) -> None:
-        for generator, state in zip(self._own(), states, strict=False):
-            generator.set_state(state)
+    def begin_epoch(self, state: dict[str, Any]) -> None:
+        """Restore the private state that the next epoch begins with."""
+        if not self._begun:
+            self._begun = not self.stateful
+            own_now = self._own_of(state)[1]
+            self.own.set(own_now)
+            if not self.own.agrees(own_now):
+                self.own.set(own_now, state_dicts=True)
 
-    def _skip(self, count: int, target: RandomStates) -> Iterator[Any]:
-        """A pass after its first ``count`` batches. See Note [Repeating a pass]."""
+    def _own_of(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The private state at the begin of the pass, and at the time of saving."""
+        if "own" in state:
+            return state["own"], state["own_now"]
+        # Checkpoints of the first versions have generators without names.
+        usual = ("generator", "sampler.generator", "batch_sampler.generator", "batch_sampler.sampler.generator")
+        paths = [path for path in usual if path in self.own.take()]
+        before, now = (
+            {path: {"kind": "torch", "state": state_of} for path, state_of in zip(paths, state[name], strict=False)}
+            for name in ("generators", "generators_now")
+        )
+        return before, now
+
+    def _make_beside(self) -> None:
+        """Make an iterator that is not read, without a change of the private state."""
+        assert self.make is not None
+        own = self.own.take()
+        self.make()
+        self.own.set(own)
+
+    def _repeat(self, state: dict[str, Any], count: int, back: int, target: RandomStates) -> Iterator[Any]:
+        """The pass after its first ``count`` batches.
+
+        Samplers with ``state_dict`` need it only if what they return was not found in their attributes. Then they may
+        expect the state of the begin of the pass, or the present one.
+        """
+        own, own_now = self._own_of(state)
+        assert self.start is not None
+
+        def again(state_dicts: bool, batches: int, drop: bool) -> Iterator[Any]:
+            assert self.start is not None
+            self.own.set(own, state_dicts=state_dicts)
+            self.start.apply()
+            return self._skip(batches, target, drop)
+
+        drop = back > 0 and self.own.generators_of_samples()
+        state_dicts = False
+        if any(saved["kind"] == "state_dict" for saved in own_now.values()):
+            fresh = self.own.take()
+            for state_dicts in (False, True):
+                batches = again(state_dicts, count + back, drop=False)
+                if self.own.agrees(own_now):
+                    break
+            else:
+                assert self.make is not None
+                self.own.set(own_now, state_dicts=True)
+                return self.make()
+            if back == 0:
+                return batches
+            self.own.set(fresh, state_dicts=True)
+        return again(state_dicts, count, drop)
+
+    def _skip(self, count: int, target: RandomStates, drop: bool) -> Iterator[Any]:
+        """A pass after its first ``count`` batches. See Note [Repeating a pass].
+
+        Args:
+            drop: load batches and drop them, also where skipping indices would do.
+        """
         assert self.make is not None
         if self.stateful:
             return self.make()  # restores its own position
         plain = isinstance(self.loader, DataLoader) and type(self.loader).__iter__ is DataLoader.__iter__
-        if plain and self.loader.num_workers == 0 and not isinstance(self.loader.dataset, IterableDataset):
+        if plain and self.loader.num_workers == 0 and not (drop or isinstance(self.loader.dataset, IterableDataset)):
             loader = copy.copy(self.loader)
             name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
             items = iter(getattr(loader, name))
@@ -499,6 +596,14 @@ class LoaderPosition:
                 "seen twice or not at all in this epoch"
             )
         return batches
+
+    def tell_hidden(self) -> None:
+        """Warn about state that no checkpoint can hold."""
+        if self.own.hidden and not self.stateful:
+            self._warn(
+                f"keeps its place in {', '.join(self.own.hidden)} (an iterator), which cannot be saved: a resumed run "
+                "will see other samples. Make it in `__iter__`, or give the loader `state_dict` and `load_state_dict`"
+            )
 
     def _warn(self, text: str) -> None:
         warn(f"The training loader {_name(self.loader)} {text}.", UserWarning)
@@ -528,6 +633,7 @@ class Feed:
         if self._read:
             self._read, self.positions, self.untracked = False, [], []
         position = LoaderPosition(self, untracked(loader), world)
+        position.tell_hidden()
         clone = tracked(position.loader, position.open)
         if clone is None:
             self.untracked.append(_name(position.loader))

@@ -1,0 +1,140 @@
+"""Logged values of an epoch: a resumed run adds to them what the run that was interrupted would have added.
+
+Lightning saves neither what ``self.log`` has summed up in the epoch, nor the last values of metrics, which callbacks
+and schedules follow. Both belong to one rank: values are reduced over the ranks when they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+
+from lt_zero.common.compat.of_lightning_loops import (
+    LoggedValue,
+    count_of_updates,
+    logged_values,
+    metrics_of_training,
+    metrics_of_validation,
+    packed,
+    restore_logged_values,
+    set_count_of_updates,
+    shown_metrics,
+)
+
+LARGEST = 1 << 20  # bytes of a torchmetrics.Metric that are saved: some keep all predictions
+_NAMES = ("entries", "metrics", "shown", "lost")
+
+
+class EpochValues(NamedTuple):
+    """The values that training has logged in an epoch, before one of its batches.
+
+    ``batch``: the number of that batch in the epoch, from 1. ``metrics``: copies of the states of
+    ``torchmetrics.Metric`` objects, with the number of their updates; None: they were not copied.
+    """
+
+    batch: int
+    entries: list[LoggedValue]
+    metrics: dict[str, tuple[int, dict[str, Any]]] | None
+
+    @classmethod
+    def now(cls, trainer: pl.Trainer, copies: bool) -> EpochValues:
+        """Take them. ``copies``: also of metrics, which change in place."""
+        batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        return cls(batch.ready, logged_values(trainer), _states(trainer, in_epoch=True) if copies else None)
+
+
+def saved_values(trainer: pl.Trainer, before: EpochValues | None, in_epoch: bool, cut: bool) -> dict[str, Any]:
+    """This rank's logged values as plain containers and tensors. Exchanges nothing.
+
+    Args:
+        before: those to save, where batches after them are repeated; None: the present ones.
+        in_epoch: whether more batches of the epoch follow; else metrics that training does not log itself may have been
+            read already, by a hook that a resumed run does not call.
+        cut: whether Lightning has ended the epoch before its last batch, and has reset the values.
+    """
+    values = before.entries if before is not None else logged_values(trainer)
+    entries, lost = packed(values)
+    if cut:
+        lost += [value.meta.name for value in values if value.reset and value.meta.on_epoch]
+    states = before.metrics if before is not None else _states(trainer, in_epoch)
+    if states is None:
+        lost += sorted(metrics_of_training(trainer))
+    metrics = {}
+    for name, (count, state) in (states or {}).items():
+        if sum(value.numel() * value.element_size() for value in _tensors(state)) > LARGEST:
+            lost.append(name)
+        else:
+            metrics[name] = {"count": count, "states": {key: _copied(value, "cpu") for key, value in state.items()}}
+    shown = {kind: {k: _copied(v, "cpu") for k, v in found.items()} for kind, found in shown_metrics(trainer).items()}
+    return {"entries": entries, "metrics": metrics, "shown": shown, "lost": sorted(set(lost))}
+
+
+def restore_values(trainer: pl.Trainer, saved: dict[str, Any], same_ranks: bool) -> list[str]:
+    """Restore ``saved_values``; returns the names of values of the epoch that will cover the rest of it only.
+
+    Args:
+        same_ranks: whether the run has as many ranks as the one that has saved.
+    """
+    device = trainer.strategy.root_device
+    for kind, values in shown_metrics(trainer).items():
+        values.update({name: _copied(value, device) for name, value in saved["shown"][kind].items()})
+    if not same_ranks:
+        return [*saved["lost"], *(entry["name"] for entry in saved["entries"] if entry["on_epoch"])]
+    restore_logged_values(trainer, saved["entries"], device, trainer.strategy.reduce)
+    for name, metric in _metrics(trainer.lightning_module):
+        found = saved["metrics"].get(name)
+        if found is None or found["states"].keys() != metric.metric_state.keys():
+            continue
+        for key, value in found["states"].items():
+            setattr(metric, key, _copied(value, device))
+        set_count_of_updates(metric, found["count"])
+    return list(saved["lost"])
+
+
+def are_values(saved: object) -> bool:
+    """True if this is what ``saved_values`` returns, as far as that can be told without the module."""
+    if not isinstance(saved, dict) or not saved.keys() >= set(_NAMES):
+        return False
+    kinds = {"callback", "logged", "bar"}
+    fine = isinstance(saved["shown"], dict) and saved["shown"].keys() == kinds
+    fine &= isinstance(saved["entries"], list) and all(isinstance(entry, dict) for entry in saved["entries"])
+    return bool(fine and isinstance(saved["metrics"], dict) and isinstance(saved["lost"], list))
+
+
+def _states(trainer: pl.Trainer, in_epoch: bool) -> dict[str, tuple[int, dict[str, Any]]]:
+    """Copies of the states of metrics, and how often these were updated."""
+    ours, others = metrics_of_training(trainer), metrics_of_validation(trainer)
+    return {
+        name: (count_of_updates(metric), {key: _copied(value) for key, value in metric.metric_state.items()})
+        for name, metric in _metrics(trainer.lightning_module)
+        # What validation logs is reset by Lightning when the validation ends.
+        if metric.update_called and (name in ours or (in_epoch and name not in others))
+    }
+
+
+def _metrics(module: pl.LightningModule) -> Iterator[tuple[str, Metric]]:
+    """All metrics of the module with their names."""
+    for child in module.modules():
+        if isinstance(child, MetricCollection):
+            child.values(copy_state=False)  # lets metrics that share states see the present ones
+    for name, child in module.named_modules():
+        if isinstance(child, Metric):
+            yield name, child
+
+
+def _tensors(states: dict[str, Any]) -> Iterator[Tensor]:
+    for value in states.values():
+        yield from value if isinstance(value, list) else [value]
+
+
+def _copied(value: Any, device: torch.device | str | None = None) -> Any:
+    if isinstance(value, list):
+        return [_copied(item, device) for item in value]
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().clone() if device is None else value.detach().to(device, copy=True)
