@@ -331,9 +331,11 @@ class CheckpointService:
         if restore and not later:  # see Note [Callbacks that restore]
             with run.agree("loading weights", CheckpointError):
                 load_module(module, state, strict=False)  # a callback may add missing entries
+            self._early = {}
             names, held = names_of(module), module.state_dict()
-            found = {name: (value, held.get(names[name])) for name, value in state.items()}
-            self._early = {name: pair for name, pair in found.items() if isinstance(pair[1], Tensor)}
+            for name, value in state.items():
+                if isinstance(mine := held.get(names[name]), Tensor):
+                    self._early[name] = value, mine
 
     def load_deferred(self, run: RunSnapshot) -> None:
         """Load deferred weights into the sharded module, if there are any. Collective."""
