@@ -7,6 +7,8 @@ Note [Numbers of foreign collectives]
     number, or another operation under the same number, waits in another one.
     A wait has such a number only if the innermost frame is a collective of torch.distributed that has been launched and
     has not ended. Sends and receives have no numbers. Nothing is concluded about ranks that wait in these.
+    In layers that exchange (tensor ranks) frames do not name the group. There a wait has a number if only one
+    collective of the process has not ended.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lt_zero.comm.process_groups import awaits_all, number_of_set_ups
-from lt_zero.comm.work import POINT_TO_POINT, CollectiveId
+from lt_zero.comm.work import POINT_TO_POINT, CollectiveId, in_layer
 from lt_zero.common.compat import count_of_launches, process_groups, recorded_launches
 from lt_zero.common.users_code import is_users
 
@@ -78,6 +80,8 @@ def call_of(frame: FrameType | None) -> ForeignCall | None:
     if frame is not None and awaits_all(frame):
         return ForeignCall(_SET_UP, number_of_set_ups(), "await_all")
     group = group_of(frame)
+    if frame is not None and group is None and in_layer(frame):
+        group = _group_of_pending()
     if frame is None or group is None:
         return None
     try:
@@ -96,6 +100,20 @@ def group_of(frame: FrameType | None) -> dist.ProcessGroup | None:
     group = frame.f_locals["group"]
     group = dist.group.WORLD if group is None else group
     return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def _group_of_pending() -> dist.ProcessGroup | None:
+    """The group of the only collective of this process that has not ended; None if there are several, or none.
+
+    A thread that waits in a layer, such as that of a DTensor, waits for it: the frames do not tell the group there.
+    """
+    pending = {
+        (launch.group, launch.number) for launch in recorded_launches() if launch.number > 0 and not launch.ended
+    }
+    if len(pending) != 1:
+        return None
+    name = next(iter(pending))[0]
+    return next((group for group in process_groups() if group.group_name == name), None)
 
 
 def launched_by(call: ForeignCall) -> CollectiveId | None:

@@ -21,6 +21,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
@@ -143,7 +144,14 @@ def _sets_up(world: World) -> None:
     World.join(torch.device("cpu"))
 
 
+def _in_a_layer(world: World) -> None:
+    assert world.detector is not None
+    world.detector.expect_in_layers([0, 1])  # as of tensor ranks
+    functional.wait_tensor(functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD))
+
+
 CALLS = {
+    "layer": (_barrier, _in_a_layer),
     "operations": (_barrier, _sum),
     "numbers": (_sends_alone, _barrier),
     "objects": (_barrier, _receives),
@@ -155,7 +163,7 @@ def _in_foreign_collectives(case: str) -> str:
     return _errors(*CALLS[case])
 
 
-@pytest.mark.parametrize("case", only(["numbers"], CALLS))
+@pytest.mark.parametrize("case", only(["numbers", "layer"], CALLS))
 def test_two_foreign_collectives(pool: Pool, case: str) -> None:
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     number = next(i for i, line in enumerate(lines, 1) if "the line of the barrier" in line)

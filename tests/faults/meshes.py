@@ -11,7 +11,7 @@ from tests.faults.case import Case, Outcome
 from tests.faults.processes import dealt, judge
 from tests.faults.runs import Setting
 
-COUNT = 112
+COUNT = 100
 SETTINGS = [
     Setting("trainer", 3, mesh="tensor", ranks=4),
     Setting("fabric", 1, mesh="tensor"),

@@ -131,7 +131,7 @@ def _told_by(done: Run, other: int, launcher: str, fault: str, rank: int) -> tup
     cause = "broken on purpose" if fault in ("ValueError", "MemoryError") else ""
     if re.search(r"Child process .* terminated with code", line) and f"[rank: {rank}]" in line:
         return "the launcher names the rank", ""
-    if re.search(rf"[Rr]ank {rank}\b", line) and cause in line:
+    if re.search(rf"[Rr]ank(?: |s (?:\d+, )*){rank}\b", line) and cause in line:
         return "the last line names rank and cause", ""
     if launcher == "torchrun" and re.search(rf"rank\s*: {rank} ", done.launcher):
         return "the launcher names the rank", ""

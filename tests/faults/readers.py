@@ -34,6 +34,7 @@ def _exported(file: Path, **options: Any) -> None:
     source = file.parent.with_name("source")
     import_checkpoint(DATA / "deepspeed" / "stage1", source)
     if file.name.endswith(".index.json"):
+        shutil.rmtree(file.parent)
         export(source, file.parent, dtype="fp32", shard_size=1500)
     else:
         export(source, file, dtype="fp32", **options)
@@ -151,6 +152,8 @@ def _value(chance: random.Random, data: bytearray) -> None:
         except ValueError:
             return _flipped(chance, data)
     found = [path for path in places(lines) if path]
+    if not found:
+        return _flipped(chance, data)
     path = chance.choice(found)
     holder = lines
     for key in path[:-1]:

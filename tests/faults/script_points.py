@@ -78,7 +78,9 @@ def at(point: str) -> None:
         return
     fault, PLAN.fault = PLAN.fault, ""
     told = {"point": point, "pid": os.getpid(), "time": time.time()}
-    Path(PLAN.logs, "fault.json").write_text(json.dumps(told), encoding="utf-8")
+    part = Path(PLAN.logs, f"fault.{os.getpid()}")  # all ranks may write it
+    part.write_text(json.dumps(told), encoding="utf-8")
+    part.rename(f"{PLAN.logs}/fault.json")
     FAULTS[fault]()
 
 
