@@ -169,8 +169,8 @@ def await_all(timeout: timedelta | None = None) -> None:
     _set_ups.append(len(_set_ups) + 1)
     try:
         _meet(timeout or _TIMEOUT)
-    except _FailureError:
-        raise
+    except _FailureError as failure:
+        raise RuntimeError(str(failure)) from None
     except RuntimeError as error:
         # After a timeout all connections are closed, so probing them would not tell which ranks have ended.
         if "Timed out waiting" in str(error):
@@ -255,14 +255,18 @@ def _pass_on(store: Store) -> None:
 
 
 def _tell_of_failure(text: str) -> None:
-    """Tell the ranks that meet, or will meet, before a model is set up of an error that ends this process."""
-    if dist.get_world_size() == 1 or backend_of(_CPU) != "gloo":
+    """Tell the ranks that meet, or will meet, before a model is set up of an error that ends this process.
+
+    No-op once a model was set up: then its detector of hangs has told them.
+    """
+    if dist.get_world_size() == 1 or backend_of(_CPU) != "gloo" or tells():
         return
+    if dist.get_rank() > 0 and not _connected(0):
+        return  # the client of a store that is gone would log pages below the error
     store = _store_of_set_up()
     if store.add("failures", 1) == 1:
         store.set("failed", json.dumps([dist.get_rank(), text]))
-    # Where a model was set up, the ranks are told in another way, and this is for those in the next set-up.
-    if dist.get_rank() == 0 and not tells():
+    if dist.get_rank() == 0:
         _pass_on(store)
 
 
