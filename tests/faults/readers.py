@@ -35,7 +35,7 @@ def _exported(file: Path, **options: Any) -> None:
     import_checkpoint(DATA / "deepspeed" / "stage1", source)
     if file.name.endswith(".index.json"):
         shutil.rmtree(file.parent)
-        export(source, file.parent, dtype="fp32", shard_size=1500)
+        export(source, file.parent, dtype="fp32", shard_size=300)
     else:
         export(source, file, dtype="fp32", **options)
 
