@@ -37,7 +37,7 @@ conformance: $(STAMP) ## Run one contract over a Trainer, Fabric and a loop, in 
 
 SEED ?= 1
 
-faults: $(STAMP) ## Give faults to real runs, and write a table to build/faults.md (15 minutes on an idle machine)
+faults: $(STAMP) ## Give faults to real runs, and write a table to build/faults.md (40 minutes on an idle machine)
 	@mkdir -p build
 	$(BIN)/python -m tests.faults --seed $(SEED) --out build/faults.md
 

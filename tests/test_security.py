@@ -74,6 +74,8 @@ tests/io/test_readers.py::test_a_damaged_record_is_no_difference
     - Fields of another type are an error of one line, for `lt-zero compare` with status 2.
 tests/lightning/test_console.py::test_commands_show_control_characters
     - Names in files are printed with `\\x1b` and the like in place of what controls a terminal.
+tests/config/test_errors.py::test_errors_show_control_characters
+    - Errors print what they quote of a file or configuration in the same way.
 tests/io/test_private_folder.py::test_a_link_that_takes_a_folders_name_is_not_followed
     - The folders in `nvme_path` are removed when their process ends, and those of killed processes by the next
       one, which follows no link.

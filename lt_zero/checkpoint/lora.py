@@ -96,7 +96,7 @@ class LoraScaling:
             rank = _rank(content["r"], "r") if content.get("r") is not None else None
             ranks = _patterns(content, "rank_pattern", _rank)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            text = f"merge_lora={str(given)!r}: {path} is no {_FILE} with lora_alpha ({error!r})."
+            text = f"merge_lora={str(given)!r}: {path} is no {_FILE} with lora_alpha ({repr(error):.200})."
             raise CheckpointError(f"{text} Name that file, its folder, or lora_alpha as a number.") from error
         others = [what for key, what in _OTHERS.items() if content.get(key)]
         if kind != "LORA" or others:

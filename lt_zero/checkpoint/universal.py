@@ -31,6 +31,7 @@ from lt_zero.io.pinned import view_of
 from lt_zero.io.regular_file import read_start
 from lt_zero.io.staging import sync_folder
 
+_SHOWN = 100  # characters of a name that a file has
 LATEST = "latest_universal"  # the file that names the folder; DeepSpeed looks for it
 _VERSION = "0.19.8"  # of DeepSpeed, whose format this is
 _MODELS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")  # of stages 1 and 2, and of 3
@@ -53,8 +54,8 @@ def earlier_of(out: Path, overwrite: bool) -> list[str]:
         found.append(tag)
     if found and not overwrite:
         raise CheckpointError(
-            f"{out} has a universal checkpoint ({tag}), which an export there deletes. Name another folder, or "
-            "replace it with --overwrite (overwrite=True)."
+            f"{out} has a universal checkpoint ({tag[:_SHOWN]}), which an export there deletes. Name another folder, "
+            "or replace it with --overwrite (overwrite=True)."
         )
     return found
 

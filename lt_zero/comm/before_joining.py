@@ -1,4 +1,4 @@
-"""Ranks that fail before they have joined the process group: the others learn why, and do not wait for them.
+"""Ranks that fail before a model is set up: the others learn why, and do not wait for them.
 
 Note [Before the process group]
     torch waits for all ranks in C++, for as long as the group's timeout. A rank whose start fails (a bad variable on
@@ -7,6 +7,12 @@ Note [Before the process group]
     run, each rank counts itself there, and looks whether another one has failed. A process that an error ends before it
     has met the others tells the store; rank 0 serves it for that, and lets the others read for some seconds.
     A rank that ends otherwise (killed, or before this package is imported) tells nothing: then torch's timeout counts.
+
+Note [Before the model is set up]
+    A script may fail between joining and the set-up of its model, where ranks meet a second time
+    (``process_groups.await_all``). It tells the store of the default group, and rank 0 lets the others read it. Rank 0
+    meets each of them there: it passes on to all that one has failed, because they would see a closed connection to
+    rank 0, too, and could not tell which of the two was first.
 """
 
 from __future__ import annotations
@@ -37,6 +43,7 @@ _ANSWER_S, _SILENT = 30.0, 2  # seconds between two looks whether anybody listen
 
 _met: list[Tasks] = []  # the ranks that this process has met: later errors concern their process group
 _place: list[Callable[[], Tasks | None]] = []
+after_joining: list[Callable[[str], None]] = []  # are told in words of an error that ends this process after that
 
 
 def watch_start(place: Callable[[], Tasks | None] = launched_tasks) -> None:
@@ -117,8 +124,15 @@ def _linger(store: Store, world: int) -> None:
 
 
 def _failed(error: BaseException) -> None:
-    """Tell the others of an error that ends this process before it has met them; waits some seconds at most."""
-    if _met or dist.is_initialized() or _is_served_elsewhere() or isinstance(error, KeyboardInterrupt):
+    """Tell the others of an error that ends this process; waits some seconds at most."""
+    if _is_served_elsewhere() or isinstance(error, KeyboardInterrupt):
+        return
+    if dist.is_initialized():
+        for tell in after_joining:
+            with suppress(Exception):  # the error itself was printed
+                tell(summary(error))
+        return
+    if _met:
         return
     # A variable may be the problem, or the store cannot be reached: the error itself was printed.
     with suppress(Exception):

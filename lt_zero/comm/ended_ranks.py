@@ -404,6 +404,11 @@ def tell_at_end(member: EndObserver) -> None:
         atexit.register(_end)
 
 
+def tells() -> bool:
+    """True if something would tell the others of an error that ends this process."""
+    return bool(_members)
+
+
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     _told.append(error)
     explain_full_table(error)

@@ -9,6 +9,8 @@ Note [Numbers of foreign collectives]
     has not ended, or waits for a work of one (awaited_works.py), and only one collective of this kind has not ended.
     Sends and receives have no numbers. Nothing is concluded about ranks that wait in these.
     ``dist.new_group`` waits in the store for the ranks of the group. All ranks make all groups, so these are numbered.
+    In layers that exchange (tensor ranks) frames do not name the group. There a wait has a number if only one
+    collective of the process has not ended.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch.distributed import distributed_c10d
 from lt_zero.comm.awaited_works import work_awaited
 from lt_zero.comm.other_runs import is_elsewhere, progress_elsewhere
 from lt_zero.comm.process_groups import awaits_all, number_of_set_ups
-from lt_zero.comm.work import POINT_TO_POINT, CollectiveId
+from lt_zero.comm.work import POINT_TO_POINT, CollectiveId, in_layer
 from lt_zero.common.compat import (
     count_of_groups,
     count_of_launches,
@@ -96,6 +98,8 @@ def call_of(frame: FrameType | None) -> ForeignCall | None:
     if (made := group_in_making(frame)) is not None:
         return ForeignCall(_NEW_GROUP, made[0] + 1, _NEW_GROUP)
     group = group_of(frame)
+    if group is None and in_layer(frame):
+        group = _group_of_pending()
     try:
         if group is not None:
             return ForeignCall(group.group_name, count_of_launches(group), frame.f_code.co_name)
@@ -117,6 +121,20 @@ def group_of(frame: FrameType | None) -> dist.ProcessGroup | None:
     group = frame.f_locals["group"]
     group = dist.group.WORLD if group is None else group
     return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def _group_of_pending() -> dist.ProcessGroup | None:
+    """The group of the only collective of this process that has not ended; None if there are several, or none.
+
+    A thread that waits in a layer, such as that of a DTensor, waits for it: the frames do not tell the group there.
+    """
+    pending = {
+        (launch.group, launch.number) for launch in recorded_launches() if launch.number > 0 and not launch.ended
+    }
+    if len(pending) != 1:
+        return None
+    name = next(iter(pending))[0]
+    return next((group for group in process_groups() if group.group_name == name), None)
 
 
 def launched_by(call: ForeignCall) -> CollectiveId | None:

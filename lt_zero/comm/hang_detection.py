@@ -429,6 +429,8 @@ class HangDetector:
         if os.getpid() != self._pid:
             return False
         if error is not None and self.explain(error):
+            if self.ends.server_gone:
+                self.stop()  # a poll that has begun would log pages after the error, which is printed next
             return True
         if error is not None or not self.ends.failed:
             self.ends.tell(error is not None, summary(error) if error is not None else "", process=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import math
 import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -17,9 +19,10 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from lt_zero.comm.before_joining import met, watch_start
+from lt_zero.comm.before_joining import after_joining, met, watch_start
+from lt_zero.comm.ended_ranks import WHERE, tells
 from lt_zero.comm.launchers import Tasks, launched_tasks, local_rank, refuse_alone
 from lt_zero.common import accelerator, compat
 from lt_zero.common.arguments import check_group_options
@@ -44,6 +47,7 @@ _IDLE_S = 5.0  # for kernels of a device to end after an error
 _ABORT_S = 10.0
 # In the error of the process that serves torch's store.
 _SERVES, _TAKEN = "server socket has failed to listen", "EADDRINUSE"
+_LINGER_S = 10.0  # that rank 0 waits for others that read why one has failed
 _set_ups: list[int] = []  # numbers of the calls of ``await_all``
 
 
@@ -170,6 +174,8 @@ def await_all(timeout: timedelta | None = None) -> None:
     _set_ups.append(len(_set_ups) + 1)
     try:
         _meet(timeout or _TIMEOUT)
+    except _FailureError as failure:
+        raise RuntimeError(str(failure)) from None
     except RuntimeError as error:
         # After a timeout all connections are closed, so probing them would not tell which ranks have ended.
         if "Timed out waiting" in str(error):
@@ -197,17 +203,79 @@ def awaits_all(frame: FrameType) -> bool:
     return frame.f_code is _done.__code__ and outer is not None and outer.f_code is _meet.__code__
 
 
+class _FailureError(RuntimeError):
+    """A rank has failed before its model was set up, and has told why."""
+
+
 def _meet(timeout: timedelta) -> None:
-    """A barrier of the default group with a timeout of its own, which gloo has for single messages only."""
+    """A barrier of the default group with a timeout of its own, which gloo has for single messages only.
+
+    Raises:
+        _FailureError: a rank has failed: Note [Before the model is set up].
+        RuntimeError: gloo's, without a known reason.
+    """
     token, ranks = torch.zeros(1), range(1, dist.get_world_size())
     if dist.get_rank() > 0:
-        _done(dist.isend(token, 0, tag=_MEETING_TAG), timeout)
-        _done(dist.irecv(token, 0, tag=_MEETING_TAG), timeout)
+        here = dist.isend(token, 0, tag=_MEETING_TAG)
+        answer = torch.zeros(1)
+        _done(dist.irecv(answer, 0, tag=_MEETING_TAG), timeout)  # rank 0 may answer without receiving, after a failure
+        if bool(answer):
+            raise _failure(_store_of_set_up())
+        _done(here, timeout)
         return
     for rank in ranks:
-        _done(dist.irecv(token, rank, tag=_MEETING_TAG), timeout)
+        try:
+            _done(dist.irecv(token, rank, tag=_MEETING_TAG), timeout)
+        except RuntimeError as error:
+            store = _store_of_set_up()
+            if "Timed out waiting" in str(error) or not store.check(["failed"]):
+                raise
+            _pass_on(store)
+            raise _failure(store) from error
     for work in [dist.isend(token, rank, tag=_MEETING_TAG) for rank in ranks]:
         _done(work, timeout)
+
+
+def _store_of_set_up() -> Store:
+    return PrefixStore("lt_zero set-up", dist.group.WORLD.get_group_store())  # type: ignore[union-attr]
+
+
+def _failure(store: Store) -> _FailureError:
+    """The error of a rank that waits for one that has failed; counts it among those that have read why."""
+    rank, text = json.loads(store.get("failed"))
+    store.add("read", 1)
+    return _FailureError(
+        f"Rank {rank} ended before the model was set up, with {text}: see what it printed{WHERE}. Rank"
+        f" {dist.get_rank()} waited for it. Correct that, and start all ranks again."
+    )
+
+
+def _pass_on(store: Store) -> None:
+    """Let the ranks that meet rank 0, which this is, read why one has failed; waits some seconds at most."""
+    others = [rank for rank in range(1, dist.get_world_size()) if _connected(rank)]
+    works = [dist.isend(torch.ones(1), rank, tag=_MEETING_TAG) for rank in others]
+    until = time.monotonic() + _LINGER_S
+    while store.add("read", 0) < len(works) and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+def _tell_of_failure(text: str) -> None:
+    """Tell the ranks that meet, or will meet, before a model is set up of an error that ends this process.
+
+    No-op once a model was set up: then its detector of hangs has told them.
+    """
+    if dist.get_world_size() == 1 or backend_of(_CPU) != "gloo" or tells():
+        return
+    if dist.get_rank() > 0 and not _connected(0):
+        return  # the client of a store that is gone would log pages below the error
+    store = _store_of_set_up()
+    if store.add("failures", 1) == 1:
+        store.set("failed", json.dumps([dist.get_rank(), text]))
+    if dist.get_rank() == 0:
+        _pass_on(store)
+
+
+after_joining.append(_tell_of_failure)
 
 
 def _done(work: dist.Work | None, timeout: timedelta) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from lt_zero.common.output import printable
+
 Path = tuple[str | int, ...]  # of a value: keys of mappings, positions in lists
 
 
@@ -34,7 +36,7 @@ class Problem:
 
     def __str__(self) -> str:
         text = self.message if len(self.message) <= _LONGEST else f"{self.message[:_LONGEST]}..."
-        return text if self.mark is None else f"{self.mark}: {text}"
+        return printable(text if self.mark is None else f"{self.mark}: {text}")
 
 
 # Checks of configuration blocks whose classes the configuration does not import, by the block's name. A check gets the
@@ -113,7 +115,13 @@ def _by_rank(key: str, ranks: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, found, read or trusted; names the file and the remedy."""
+    """A checkpoint cannot be written, found, read or trusted; names the file and the remedy.
+
+    Names that a file has may control a terminal, so they are printable in its text.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(printable(part) if isinstance(part, str) else part for part in args))
 
 
 def add_note(error: BaseException, text: str) -> None:

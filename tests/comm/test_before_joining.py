@@ -1,4 +1,4 @@
-"""A rank that fails before it has joined the process group: the others end, and say which rank and why."""
+"""A rank that fails before it has joined, or before its model is set up: the others end, and say which and why."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ def _start(face: str, rank: int, broken: int) -> None:
     if face == "loop":
         if rank == broken:
             os.environ["LT_ZERO_DEBUG"] = "maybe"
+        lt_zero.initialize(model=nn.Linear(2, 2), config=CONFIG)
+    elif face == "between":
+        lt_zero.init_distributed()
+        if rank == broken:
+            raise UserWarning("a warning that is an error")
         lt_zero.initialize(model=nn.Linear(2, 2), config=CONFIG)
     else:
         strategy = FabricZeroStrategy(stage=1)
@@ -80,15 +85,20 @@ def _answers(face: str, broken: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("face", "broken"), only_rows([("loop", 1)], [("loop", 1), ("loop", 0), ("fabric", 2), ("fabric", 0)])
+    ("face", "broken"),
+    only_rows(
+        [("loop", 1), ("between", 1)],
+        [("loop", 1), ("loop", 0), ("fabric", 2), ("fabric", 0), ("between", 1), ("between", 0)],
+    ),
 )
-def test_a_rank_that_fails_before_it_has_joined(face: str, broken: int) -> None:
+def test_a_rank_that_fails_before_its_model_is_set_up(face: str, broken: int) -> None:
+    point = "the model was set up" if face == "between" else "it joined the run"
     cause = "ConfigError: LT_ZERO_DEBUG='maybe' " if face == "loop" else "UserWarning: a warning that is an error"
     for rank, told in enumerate(_answers(face, broken)):
         if rank == broken:
             assert told.startswith(cause)
         else:
-            assert f"Rank {broken} ended before it joined the run, with {cause}" in told
+            assert f"Rank {broken} ended before {point}, with {cause}" in told
             assert f"Rank {rank} waited for it." in told
 
 

@@ -453,6 +453,19 @@ def test_a_store_whose_process_has_ended_is_left_alone(
     assert reporter._store.add("listening", 0) == told
 
 
+@pytest.mark.parametrize("gone", [True, False])
+def test_nothing_polls_a_store_that_is_gone_after_the_error_is_told(
+    monkeypatch: pytest.MonkeyPatch, gone: bool
+) -> None:
+    """A poll that has begun ends before the error is printed: its pages would be the last lines."""
+    detector = object.__new__(hang_detection.HangDetector)
+    detector._pid, detector.ends = os.getpid(), mock.Mock(server_gone=gone)
+    monkeypatch.setattr(detector, "explain", lambda error: True)
+    monkeypatch.setattr(detector, "stop", stop := mock.Mock())
+    assert detector.end_process(RuntimeError("Connection closed by peer"))
+    assert stop.call_count == gone
+
+
 def _part() -> float:
     world = World.join(torch.device("cpu"))
     assert world.detector is not None

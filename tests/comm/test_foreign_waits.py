@@ -157,7 +157,14 @@ def _calls(world: World) -> None:
     world.roll_call("export")
 
 
+def _in_a_layer(world: World) -> None:
+    assert world.detector is not None
+    world.detector.expect_in_layers([0, 1])  # as of tensor ranks
+    functional.wait_tensor(functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD))
+
+
 CALLS = {
+    "layer": (_barrier, _in_a_layer),
     "operations": (_barrier, _sum),
     "numbers": (_sends_alone, _barrier),
     "objects": (_barrier, _receives),
@@ -170,7 +177,7 @@ def _in_foreign_collectives(case: str) -> str:
     return _errors(*CALLS[case])
 
 
-@pytest.mark.parametrize("case", only(["numbers", "work"], CALLS))
+@pytest.mark.parametrize("case", only(["numbers", "work", "layer"], CALLS))
 def test_two_foreign_collectives(pool: Pool, case: str) -> None:
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     number = next(i for i, line in enumerate(lines, 1) if "the line of the barrier" in line)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
 
 from lt_zero import ConfigError, ZeroStrategy
+from lt_zero.common.errors import CheckpointError
+from lt_zero.config.load import examine
 
 WRONG = """{
   "zero_optimization": {"stage": 2, "reduce_bucket_sise": 5e8, "overlap_comm": "maybe"},
@@ -51,3 +54,14 @@ def test_mappings_and_overrides_are_as_strict() -> None:
         with pytest.raises(ConfigError) as error:
             ZeroStrategy(**given)  # type: ignore[arg-type]
         assert [problem.key for problem in error.value.problems] == [key]
+
+
+def test_errors_show_control_characters(tmp_path: Path) -> None:
+    """What they quote of a file does not control the terminal where they are printed; line breaks of theirs stay."""
+    file = tmp_path / "config.json"
+    file.write_text('{\n  \x1b[2J"a": 1\n}')
+    with pytest.raises(ConfigError) as caught:
+        examine(file).usable()
+    assert "\n    \\x1b[2J" in str(caught.value)
+    assert str(CheckpointError("a\x1b[2J\nb\u202e")) == "a\\x1b[2J\nb\\u202e"
+    assert str(pickle.loads(pickle.dumps(CheckpointError("a\x1b")))) == "a\\x1b"

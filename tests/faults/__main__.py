@@ -25,7 +25,7 @@ from tests.faults.runs import FOLDER
 from tests.support.paths import ROOT
 
 # Modules of this folder that have ``cases(seed)``.
-KINDS = ["processes", "memory", "disks", "powercut", "network", "mutations"]
+KINDS = ["processes", "meshes", "again", "alone", "memory", "disks", "powercut", "network", "mutations", "readers"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -95,7 +95,7 @@ def cases(seed: int) -> list[Case]:
     made = []
     for failure in [*_saves(), *_others()]:
         setting = chance.choice(failure.settings)
-        rank = failure.rank if failure.rank is not None else chance.randrange(runs.RANKS)
+        rank = failure.rank if failure.rank is not None else chance.randrange(setting.ranks)
         often = "from then on" if failure.persists else "once"
         what = f"{failure.operation} {failure.nth} of {failure.where} {_word(failure.code)} {often}"
         name = f"{what}, {failure.point}, rank {rank}, {setting.name}"

@@ -31,11 +31,14 @@ def cases(seed: int) -> list[Case]:
     made = []
     for number, point in enumerate(LIMITED):
         # With none at all a new thread may fail before it says that it runs, and `Thread.start` waits for that.
-        setting, rank, more = SETTINGS[number % len(SETTINGS)], chance.randrange(runs.RANKS), chance.choice([4, 16])
+        setting = SETTINGS[number % len(SETTINGS)]
+        rank = chance.randrange(setting.ranks)
+        more = chance.choice([4, 16])
         name = f"address space of now and {more} MB, {point}, rank {rank}, {setting.name}"
         made.append(Case("memory", name, partial(_limited, setting, point, rank, more)))
     for number, point in enumerate(KILLED):
-        setting, rank = SETTINGS[number % len(SETTINGS)], chance.randrange(runs.RANKS)
+        setting = SETTINGS[number % len(SETTINGS)]
+        rank = chance.randrange(setting.ranks)
         name = f"killed by the kernel, {point}, rank {rank}, {setting.name}"
         made.append(Case("memory", name, partial(_killed, setting, point, rank)))
     return made

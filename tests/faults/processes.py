@@ -56,15 +56,9 @@ _GROUPS = {"SIGKILL": "kills", "SIGSTOP": "stops", "SIGTERM": "signals", "SIGINT
 def cases(seed: int) -> list[Case]:
     """So many of all combinations that each point, fault, rank, face and launcher occurs several times."""
     chance = random.Random(seed)
-    points = [*EVERYWHERE, *RANK_0, "start"]
-    deck = list[tuple[str, str]]()
-    while len(deck) < COUNT:  # each fault with each point is as likely as any other, and each point comes as often
-        faults = FAULTS * (len(points) // len(FAULTS) + 1)
-        chance.shuffle(faults)
-        deck += list(zip(points, faults, strict=False))
     made, seen = list[Case](), set[str]()
     settings = list[Setting]()
-    for point, fault in deck[:COUNT]:
+    for point, fault in dealt(chance, COUNT, [*EVERYWHERE, *RANK_0, "start"], FAULTS):
         if (point in IN_THREADS and fault in OF_MAIN) or (point == "start" and fault in SUCCESSES):
             fault = "SIGKILL"
         if not settings:
@@ -72,7 +66,7 @@ def cases(seed: int) -> list[Case]:
         setting = settings.pop()
         if setting.full and point in OF_FOLDERS:
             setting = SETTINGS[0]
-        rank = 0 if point in RANK_0 else chance.randrange(runs.RANKS)
+        rank = 0 if point in RANK_0 else chance.randrange(setting.ranks)
         launcher = _launcher(setting, point, chance)
         name = f"{fault}, {point}, rank {rank}, {setting.name}, {launcher}"
         if name in seen:
@@ -82,6 +76,16 @@ def cases(seed: int) -> list[Case]:
             Case(_GROUPS.get(fault, "exits and errors"), name, partial(_case, setting, launcher, point, fault, rank))
         )
     return made
+
+
+def dealt(chance: random.Random, count: int, points: list[str], faults: list[str]) -> list[tuple[str, str]]:
+    """Points and faults: each fault with each point is as likely as any other, and each point comes as often."""
+    deck = list[tuple[str, str]]()
+    while len(deck) < count:
+        shuffled = faults * (len(points) // len(faults) + 1)
+        chance.shuffle(shuffled)
+        deck += list(zip(points, shuffled, strict=False))
+    return deck[:count]
 
 
 def _launcher(setting: Setting, point: str, chance: random.Random) -> str:
@@ -98,13 +102,24 @@ def _case(setting: Setting, launcher: str, point: str, fault: str, rank: int, fo
 def judge(done: Run, launcher: str, fault: str, rank: int) -> tuple[str, str]:
     """In words what has come of a run, or what is wrong with it."""
     sums = done.sums()
-    if None not in sums and len(set(sums)) > 1:
+    if done.setting.alike and None not in sums and len(set(sums)) > 1:
         return "", "ranks have different weights"
     if fault == "SIGSTOP":
         fine = None not in sums and not any(done.codes)
         return "went on", "" if fine else "a stopped rank ended the run"
-    other = 1 - rank
-    if sums[other] is not None:
+    told = list[str]()
+    for other in range(len(sums)):
+        if other != rank:
+            what, problem = _told_by(done, other, launcher, fault, rank)
+            if problem:
+                return "", problem
+            told.append(what)
+    return ", ".join(dict.fromkeys(told)), ""
+
+
+def _told_by(done: Run, other: int, launcher: str, fault: str, rank: int) -> tuple[str, str]:
+    """What another rank than that of the fault has come to, or what is wrong with it."""
+    if done.sums()[other] is not None:
         return "the other rank finished", ""
     if fault == "SIGTERM" and not any(done.codes) and "SIGTERM: all ranks stop" in "".join(done.logs):
         return "all ranks stopped after the batch", ""
@@ -116,7 +131,7 @@ def judge(done: Run, launcher: str, fault: str, rank: int) -> tuple[str, str]:
     cause = "broken on purpose" if fault in ("ValueError", "MemoryError") else ""
     if re.search(r"Child process .* terminated with code", line) and f"[rank: {rank}]" in line:
         return "the launcher names the rank", ""
-    if re.search(rf"[Rr]ank {rank}\b", line) and cause in line:
+    if re.search(rf"[Rr]ank(?: |s (?:\d+, )*){rank}\b", line) and cause in line:
         return "the last line names rank and cause", ""
     if launcher == "torchrun" and re.search(rf"rank\s*: {rank} ", done.launcher):
         return "the launcher names the rank", ""

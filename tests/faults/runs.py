@@ -1,7 +1,8 @@
-"""Runs of script.py on two ranks: how they are started, what they leave, and what they have to come to."""
+"""Runs of script.py on some ranks: how they are started, what they leave, and what they have to come to."""
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import json
 import os
@@ -10,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,23 @@ from tests.support.paths import ROOT
 
 FOLDER = "LT_ZERO_FAULTS_FOLDER"  # the variable with the campaign's folder
 SCRIPT = str(ROOT / "tests" / "faults" / "script.py")
-RANKS = 2
 UNTIL, END = 4, 6  # steps: where a disturbed run ends (it begins after 2), and the one that goes on from it
 _TOLD = re.compile("lt_zero_rank.*\\.txt|torchelastic_|torchinductor_")  # whole errors, and what torch leaves
 BOUND_S = 30.0  # from a fault until no process is left, on an idle machine
+CUT = [  # the parts of a net that tensor ranks cut
+    {"patterns": [r".*body\.\d\.0\.weight"], "partition_type": "column"},
+    {"patterns": [r".*body\.\d\.3\.weight"], "partition_type": "row"},
+]
+# Keys of the ``zero_optimization`` block, and others, by what ranks share.
+MESHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "": ({}, {}),
+    "tensor": ({}, {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": CUT}}}),
+    "pipeline": ({}, {"pipeline": {"num_microbatches": 2}}),
+    "expert": ({}, {"expert_parallel": {"enabled": True, "autoep_size": 2}}),
+    "sequence": ({}, {"sequence_parallel_size": 2}),
+    "MiCS": ({"mics_shard_size": 2}, {}),
+    "hpZ": ({"zero_hpz_partition_size": 2}, {}),
+}
 
 
 @dataclass(frozen=True)
@@ -33,6 +47,7 @@ class Setting:
 
     Attributes:
         nvme: which of ``offload_optimizer`` and ``offload_param`` rest in files of the run's folder.
+        mesh: what ranks share beside data, a key of ``MESHES``.
     """
 
     face: str
@@ -40,21 +55,49 @@ class Setting:
     nvme: tuple[str, ...] = ()
     cpu: bool = False
     full: bool = False
+    mesh: str = ""
+    ranks: int = 2
 
     @property
     def name(self) -> str:
-        rest = [f"{self.face} stage {self.stage}"]
+        mesh = [self.mesh, f"{self.ranks} ranks"] if self.mesh else []
+        rest = [f"{self.face} stage {self.stage}", *mesh]
         return " ".join(rest + ["nvme"] * bool(self.nvme) + ["offload"] * self.cpu + ["file"] * self.full)
+
+    @property
+    def stages(self) -> int:
+        """Of the pipeline: two of four ranks each, or a rank each."""
+        if self.mesh != "pipeline":
+            return 1
+        return 2 if self.ranks == 4 else self.ranks
+
+    @property
+    def alike(self) -> bool:
+        """Whether all ranks have the same weights."""
+        return self.mesh in ("", "sequence", "MiCS", "hpZ")
+
+    def kind_of(self, rank: int) -> str:
+        """A rank in words."""
+        if self.stages == 1:
+            return f"rank {rank}"
+        stage = rank * self.stages // self.ranks
+        place = "first" if stage == 0 else "last" if stage == self.stages - 1 else "middle"
+        return f"rank {rank} of the {place} stage"
 
     def keys(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """The ``zero_optimization`` block, and the other keys."""
-        zero: dict[str, Any] = {"stage": self.stage, "stage3_param_persistence_threshold": 0}
+        of_zero, of_mesh = MESHES[self.mesh]
+        zero: dict[str, Any] = {"stage": self.stage, "stage3_param_persistence_threshold": 0, **of_zero}
         for name in self.nvme:
             zero[name] = {"device": "nvme", "nvme_path": str(folder / "nvme")}
         if self.cpu:
             zero["offload_optimizer"] = {"device": "cpu"}
-        form = {} if self.face == "loop" else {"checkpoint": {"format": "full" if self.full else "sharded"}}
-        return zero, form
+        more: dict[str, Any] = copy.deepcopy(of_mesh)
+        if self.stages > 1:
+            more["pipeline"]["stages"] = self.stages
+        if self.face != "loop":
+            more["checkpoint"] = {"format": "full" if self.full else "sharded"}
+        return zero, more
 
 
 @dataclass
@@ -68,6 +111,7 @@ class Run:
     """
 
     folder: Path
+    setting: Setting
     codes: list[int]
     logs: list[str]
     launcher: str
@@ -100,7 +144,7 @@ def run(
 
     Args:
         logs: the folder of what the ranks print, unless it is the same.
-        launcher: "variables" (two ranks with torchrun's variables), "lightning" or "torchrun".
+        launcher: "variables" (ranks with torchrun's variables), "lightning" or "torchrun".
         fault: ``point``, ``fault``, ``rank``, ``value`` of its plan; names in capitals are variables of all ranks.
 
     Raises:
@@ -119,24 +163,26 @@ def run(
         "face": setting.face,
         "zero": zero,
         "more": more,
+        "mesh": setting.mesh,
+        "ranks": setting.ranks,
         "until": until,
         **fault,
     }
-    arguments, log = [json.dumps(plan)], logs / "launcher.log"
+    ranks, arguments, log = setting.ranks, [json.dumps(plan)], logs / "launcher.log"
     env = environment(GLOO_SOCKET_IFNAME="lo", TMPDIR=str(logs / "tmp"), **variables)
     if launcher == "torchrun":
-        options = ["--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=0"]
+        options = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=0"]
         pids = [tree.fork_script("torch.distributed.run", [*options, SCRIPT, *arguments], env, log, module=True)]
     elif launcher == "lightning":
         pids = [tree.fork_script(SCRIPT, arguments, env, log)]
     else:
-        named = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
-        named |= {"LOCAL_WORLD_SIZE": str(RANKS), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "faults"}
-        numbers = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(RANKS))
+        named = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+        named |= {"LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "faults"}
+        numbers = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks))
         pids = [tree.fork_script(SCRIPT, arguments, env | named | number, log) for number in numbers]
     codes, gone = _wait(logs, pids)
-    texts = [_text(logs / f"rank{rank}.log") for rank in range(RANKS)]
-    return Run(folder, codes, texts, _text(log), gone)
+    texts = [_text(logs / f"rank{rank}.log") for rank in range(ranks)]
+    return Run(folder, setting, codes, texts, _text(log), gone)
 
 
 def _wait(folder: Path, pids: list[int]) -> tuple[list[int], float | None]:
@@ -187,10 +233,10 @@ def verify(path: Path, folder: Path) -> str:
 
 @dataclass
 class Reference:
-    """An undisturbed run: its first checkpoint, its export, and what its weights have come to at the end."""
+    """An undisturbed run: its first checkpoint, its export, and what each rank's weights have come to at the end."""
 
     folder: Path
-    end: str = field(default="")
+    end: list[str]
 
     def give(self, folder: Path) -> None:
         """Copy the first checkpoint and the export to a run's folder."""
@@ -210,10 +256,10 @@ def reference(campaign: Path, setting: Setting) -> Reference:
         if not (folder / "end").exists():
             done = run(folder, setting, END, point="none")
             sums = done.sums()
-            if None in sums or len(set(sums)) > 1 or any(done.codes):
+            if None in sums or (setting.alike and len(set(sums)) > 1) or any(done.codes):
                 raise AssertionError(f"The undisturbed run failed.\n{done.evidence()}")
-            (folder / "end").write_text(str(sums[0]), encoding="utf-8")
-    return Reference(folder, (folder / "end").read_text(encoding="utf-8"))
+            (folder / "end").write_text(json.dumps(sums), encoding="utf-8")
+    return Reference(folder, json.loads((folder / "end").read_text(encoding="utf-8")))
 
 
 @contextmanager
@@ -253,7 +299,7 @@ def disturb(
         repair()
         _note(done.gone)
         what, problem = judge(done)
-        if problem := problem or _export(folder):
+        if problem := problem or _export(folder, wanted):
             return Outcome(False, problem, evidence)
         problem, more = goes_on(folder, setting, wanted, case)
     except Hang as hang:
@@ -268,16 +314,18 @@ def _note(gone: float) -> None:
             file.write(f"{gone:.1f}\n")
 
 
-def _export(folder: Path) -> str:
+def _export(folder: Path, wanted: Reference) -> str:
     """What is wrong with the exported file, which is the old or the new one."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    names = load_file(wanted.folder / "weights.safetensors").keys()
     try:
         found = load_file(folder / "weights.safetensors")
     except (SafetensorError, OSError) as error:
         return f"the exported file is damaged: {error}"
-    return "" if len(found) == 14 and all(bool(v.isfinite().all()) for v in found.values()) else "weights are lost"
+    whole = found.keys() == names and all(bool(value.isfinite().all()) for value in found.values())
+    return "" if whole else "weights are lost"
 
 
 def goes_on(folder: Path, setting: Setting, wanted: Reference, logs: Path) -> tuple[str, str]:
@@ -286,7 +334,7 @@ def goes_on(folder: Path, setting: Setting, wanted: Reference, logs: Path) -> tu
         return "no complete checkpoint", problem
     done = run(folder, setting, END, logs=logs)
     sums = done.sums()
-    if sums != [wanted.end] * RANKS or any(done.codes):
+    if sums != wanted.end or any(done.codes):
         what = "the resumed run differs" if None not in sums else "the resumed run fails"
         return what, f"wanted {wanted.end}, got {sums}\n{done.evidence()}"
     left = [path for path in folder.iterdir() if path.name.startswith(".last") or ".tmp-" in path.name]

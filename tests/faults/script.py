@@ -6,269 +6,61 @@ The argument is a plan in JSON, see ``Plan``. Faults come from hooks of the scri
 from __future__ import annotations
 
 import atexit
-import errno
 import faulthandler
+import gc
 import hashlib
 import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import lt_zero
+from tests.faults.script_nets import batch_of, net_of
+from tests.faults.script_points import CALLS, PLAN, at, phase, rank_of, watch_files
 
-ROWS, WIDTH, MICRO = 64, 17, 4  # odd, so that parts are padded
 SAVE_EVERY = 2
-STOP_S = 4.0  # that a process is stopped
-
-
-@dataclass
-class Plan:
-    """What a run is to do.
-
-    Attributes:
-        folder: of the run: its checkpoint ``last``, its export ``weights.safetensors``.
-        logs: the folder of what it prints.
-        face: "trainer", "fabric" or "loop".
-        zero: the ``zero_optimization`` block; ``more``: other keys.
-        until: the last step; the script begins after that of its checkpoint, if there is one.
-        point, fault: where it ends, and how; ``rank``: that of the fault.
-    """
-
-    folder: str
-    logs: str
-    face: str
-    zero: dict[str, Any]
-    more: dict[str, Any]
-    until: int
-    point: str = ""
-    fault: str = ""
-    rank: int = 0
-    value: str = ""  # of the fault
-
-    @property
-    def last(self) -> str:
-        return f"{self.folder}/last"
-
-
-PLAN = Plan(**json.loads(sys.argv[1]))
-PHASE = ""  # save, load, export: files are written or read
-
-
-# ---- faults ----------------------------------------------------------------------------------------------------------
-
-
-def _rank() -> int:
-    given = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
-    return dist.get_rank() if dist.is_initialized() else int(given)
-
-
-def at(point: str) -> None:
-    """A point of the run: its fault happens here."""
-    if point != PLAN.point or _rank() != PLAN.rank or not PLAN.fault:
-        return
-    fault, PLAN.fault = PLAN.fault, ""
-    told = {"point": point, "pid": os.getpid(), "time": time.time()}
-    Path(PLAN.logs, "fault.json").write_text(json.dumps(told), encoding="utf-8")
-    FAULTS[fault]()
-
-
-def _stop() -> None:
-    """Stop this process for some seconds; a shell wakes it."""
-    subprocess.Popen(["sh", "-c", f"sleep {STOP_S}; kill -CONT {os.getpid()}"])
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _raise(error: BaseException) -> Callable[[], None]:
-    def fault() -> None:
-        raise error
-
-    return fault
-
-
-def _signal(number: int) -> Callable[[], None]:
-    def fault() -> None:
-        os.kill(os.getpid(), number)
-        time.sleep(0.2)  # a handler runs
-
-    return fault
-
-
-def _shim() -> None:
-    """From here on the operations of ``Plan.value`` fail, see shim.c."""
-    os.environ["FAULT"] = PLAN.value
-
-
-def _memory() -> None:
-    """From here on this process gets no more memory than some MB."""
-    from tests.faults.memory import limit_address_space
-
-    limit_address_space(int(PLAN.value))
-
-
-def _killed_by_kernel() -> None:
-    """Take memory in a group of a few MB, until the kernel ends this process."""
-    Path(PLAN.value, "cgroup.procs").write_text(str(os.getpid()))
-    taken = [bytearray(1 << 20) for _ in range(4096)]
-    raise RuntimeError(f"took {len(taken)} MB in a group that has less")
-
-
-def _full_disk() -> None:
-    """Fill the file system of the run's folder."""
-    with open(f"{PLAN.folder}/hog", "wb", buffering=0) as file:
-        for size in (1 << 16, 1 << 12, 1):
-            try:
-                while file.write(b"x" * size):
-                    pass
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-
-
-def _deleted() -> None:
-    """Remove what a save has written, as another program might."""
-    for path in Path(PLAN.folder).glob(".last.tmp-*"):
-        shutil.rmtree(path)
-
-
-def _closed() -> None:
-    """Let nobody make, rename or remove a file in the run's folder, not even root."""
-    subprocess.run(["chattr", "+i", PLAN.folder], check=True)
-
-
-FAULTS: dict[str, Callable[[], None]] = {
-    "SIGKILL": _signal(signal.SIGKILL),
-    "SIGTERM": _signal(signal.SIGTERM),
-    "SIGINT": _signal(signal.SIGINT),
-    "SIGSEGV": _signal(signal.SIGSEGV),
-    "SIGSTOP": _stop,
-    "os._exit(3)": lambda: os._exit(3),
-    "os._exit(0)": lambda: os._exit(0),
-    "sys.exit(1)": lambda: sys.exit(1),
-    "sys.exit(0)": lambda: sys.exit(0),
-    "ValueError": _raise(ValueError("broken on purpose")),
-    "MemoryError": _raise(MemoryError("broken on purpose")),
-    "KeyboardInterrupt": _raise(KeyboardInterrupt()),
-    "shim": _shim,
-    "address space": _memory,
-    "kernel": _killed_by_kernel,
-    "full disk": _full_disk,
-    "deleted folder": _deleted,
-    "closed folder": _closed,
-}
-
-
-class phase:
-    """Context of an operation on files, within which calls of the system are points."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None:
-        global PHASE
-        if self.name != "load":
-            at(f"before {self.name}")
-        PHASE = self.name
-
-    def __exit__(self, *rest: Any) -> None:
-        global PHASE
-        PHASE = ""
-
-
-def watch_files() -> None:
-    """Make the calls by which files are written and read points of the run."""
-    real_open, real_write, real_read, real_sync = os.open, os.pwritev, os.preadv, os.fsync
-    real_rename, real_replace = os.rename, os.replace
-    sealed = False
-
-    def opened(path: Any, flags: int, *rest: Any, **named: Any) -> int:
-        nonlocal sealed
-        if PHASE == "save" and flags & os.O_CREAT and os.path.basename(os.fspath(path)) == "manifest.json":
-            at("manifest")
-            sealed = True
-        return real_open(path, flags, *rest, **named)
-
-    def written(*args: Any) -> int:
-        if PHASE in ("save", "export"):
-            at(f"middle of {PHASE}")
-        return real_write(*args)
-
-    def read(*args: Any) -> int:
-        if PHASE == "load":
-            at("middle of load")
-        return real_read(*args)
-
-    def synced(fd: int) -> None:
-        nonlocal sealed
-        if PHASE == "export":
-            at("middle of export")
-        if sealed and os.path.isdir(f"/proc/self/fd/{fd}"):
-            sealed = False
-            at("before rename")
-        real_sync(fd)
-
-    def renamed(*args: Any, **named: Any) -> None:
-        if PHASE == "save":
-            at("after rename")  # of what was exchanged for the old checkpoint
-        real_rename(*args, **named)
-
-    def replaced(*args: Any, **named: Any) -> None:
-        if PHASE == "export":
-            at("rename of export")
-        real_replace(*args, **named)
-
-    os.open, os.pwritev, os.preadv, os.fsync = opened, written, read, synced
-    os.rename, os.replace = renamed, replaced
 
 
 # ---- what is trained -------------------------------------------------------------------------------------------------
 
 
-class Net(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        layers = [
-            nn.Sequential(nn.Linear(WIDTH, 23), nn.Tanh(), nn.Dropout(dropout), nn.Linear(23, WIDTH)) for _ in range(3)
-        ]
-        self.body, self.head = nn.Sequential(*layers), nn.Linear(WIDTH, 3)
-        self.body[1].register_forward_hook(self._watch)
-        self.entered = 0
+def watch(first: nn.Module, later: nn.Module) -> None:
+    """Make forward and backward of two parts of a net, of those that this rank has, points of the run."""
+    entered = 0
 
-    def _watch(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        if not self.training or not torch.is_grad_enabled():
+    def forward(module: nn.Module, args: Any, output: Tensor) -> None:
+        nonlocal entered
+        if not module.training:
             at("validation")
-            return
-        self.entered += 1
-        if self.entered == 1:
-            at("first forward")
-        if self.entered == 2:
-            at("forward")
-            output.register_hook(lambda grad: at("backward"))
+        elif torch.is_grad_enabled():  # not to find shapes
+            entered += 1
+            if entered == 1:
+                at("first forward")
+            if entered == 2:
+                at("forward")
+                output.register_hook(lambda grad: at("backward"))
 
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.head(self.body(rows))
+    def began(module: nn.Module, args: Any, output: Tensor) -> None:
+        if entered == 1 and output.requires_grad:  # what is behind it in the net is reduced when its backward begins
+            output.register_hook(lambda grad: at("reduction"))
 
-
-def rows_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    source = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(MICRO, WIDTH, generator=source), torch.randint(3, (MICRO,), generator=source)
+    later.register_forward_hook(forward)
+    first.register_forward_hook(began)
 
 
 def loss_of(net: Any, step: int, rank: int) -> Tensor:
-    rows, labels = rows_of(step, rank)
-    return nn.functional.cross_entropy(net(rows), labels)
+    loss: Tensor = net(**batch_of(PLAN.mesh, 1000 * step + rank))
+    return loss
 
 
 def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
@@ -278,16 +70,21 @@ def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def tell(net: nn.Module, step: int) -> None:
-    """Print what a run has come to."""
+    """Print what the weights of this rank have come to."""
     with torch.no_grad(), lt_zero.gathered(net):
-        values = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
-    line = {"rank": _rank(), "step": step, "sum": hashlib.sha256(values).hexdigest()[:16]}
+        values = b"".join(_own(p).numpy().tobytes() for p in net.parameters())
+    line = {"rank": rank_of(), "step": step, "sum": hashlib.sha256(values).hexdigest()[:16]}
     print("RESULT " + json.dumps(line), flush=True)
+
+
+def _own(parameter: nn.Parameter) -> Tensor:
+    value = parameter.detach()
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def keep(step: int) -> None:
     """Copy the first checkpoint of an undisturbed run, from which others go on."""
-    if PLAN.point == "none" and step == SAVE_EVERY and _rank() == 0:
+    if PLAN.point == "none" and step == SAVE_EVERY and rank_of() == 0:
         copy = shutil.copytree if os.path.isdir(PLAN.last) else shutil.copy
         copy(PLAN.last, f"{PLAN.folder}/base")
 
@@ -298,25 +95,30 @@ def keep(step: int) -> None:
 def run_trainer() -> None:
     from tests.faults.script_trainer import fit
 
-    fit(PLAN, at, phase, Net(0.2), optimizer_of, tell, keep)
+    fit(partial(net_of, PLAN.mesh, 0.2, watch), optimizer_of, tell, keep)
 
 
 def run_fabric() -> None:
     import lightning as L
 
     strategy = lt_zero.FabricZeroStrategy(config={"zero_optimization": PLAN.zero, **PLAN.more})
-    fabric: Any = L.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric: Any = L.Fabric(accelerator="cpu", devices=PLAN.ranks, strategy=strategy)
     fabric.launch()
     at("set-up")
-    net = Net(0.0)
+    net = net_of(PLAN.mesh, 0.0, watch)
     model, optimizer = fabric.setup(net, optimizer_of(net))
     state = {"model": model, "optimizer": optimizer, "step": 0}
+    CALLS["save"] = partial(fabric.save, PLAN.alone, state)
+    CALLS["export"] = partial(strategy.export, model, f"{PLAN.alone}.safetensors")
+    CALLS["barrier"] = fabric.barrier
+    CALLS["broadcast"] = partial(fabric.broadcast, 1)
+    at("ready")
     if (found := _found()) is not None:
         with phase("load"):
             fabric.load(found, state)
     for step in range(state["step"], PLAN.until):
         model.train()
-        fabric.backward(loss_of(model, step, fabric.global_rank))
+        fabric.backward(loss_of(model, step, strategy.distributed_sampler_kwargs["rank"]))
         at("clip")
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()
@@ -336,16 +138,21 @@ def run_fabric() -> None:
 def run_loop() -> None:
     lt_zero.init_distributed()
     at("set-up")
-    net = Net(0.0)
+    net = net_of(PLAN.mesh, 0.0, watch)
     config = {"zero_optimization": PLAN.zero, "gradient_clipping": 1.0, **PLAN.more}
     engine: Any = lt_zero.initialize(model=net, optimizer=optimizer_of(net), config=config)[0]
+    CALLS["save"] = partial(engine.save_checkpoint, PLAN.folder, "alone")
+    CALLS["export"] = partial(engine.save_16bit_model, PLAN.folder, "alone.safetensors")
+    CALLS["barrier"] = dist.barrier
+    CALLS["broadcast"] = partial(dist.broadcast_object_list, [1], 0)
+    at("ready")
     begin = 0
     if (found := _found()) is not None:
         with phase("load"):
             begin = engine.load_checkpoint(PLAN.folder, Path(found).name)[1]["step"]
     for step in range(begin, PLAN.until):
         engine.train()
-        engine.backward(loss_of(engine, step, engine.global_rank))
+        engine.backward(loss_of(engine, step, engine.session.data_rank))
         at("clip")
         engine.step()
         if (step + 1) % SAVE_EVERY == 0:
@@ -374,9 +181,30 @@ def _validate(model: Any, step: int) -> None:
         loss_of(model, step, 7)
 
 
+def run_all(run: Callable[[], None]) -> None:
+    """Call ``run``; before that so many times as ``PLAN.tries`` says with the fault, whose error is caught."""
+    fault = PLAN.fault
+    for _ in range(PLAN.tries):
+        PLAN.fault = fault
+        try:
+            run()
+        except BaseException as error:
+            text = " ".join(str(error).split())
+            print(f"CAUGHT {type(error).__name__}: {text}", flush=True)
+        os.environ.pop("FAULT", None)
+        gc.collect()
+        print(f"KEPT {json.dumps([len(os.listdir(f'/proc/self/{kind}')) for kind in ('fd', 'task')])}", flush=True)
+    if PLAN.tries:
+        PLAN.fault = ""
+    run()
+    if PLAN.point == "after":
+        at("after")
+        CALLS["barrier"]()
+
+
 def _redirect() -> None:
     """Give this rank a log of its own."""
-    with open(f"{PLAN.logs}/rank{_rank()}.log", "ab", buffering=0) as file:
+    with open(f"{PLAN.logs}/rank{rank_of()}.log", "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
 
@@ -389,4 +217,4 @@ if __name__ == "__main__":
     watch_files()
     atexit.register(at, "exit")
     at("start")
-    {"trainer": run_trainer, "fabric": run_fabric, "loop": run_loop}[PLAN.face]()
+    run_all({"trainer": run_trainer, "fabric": run_fabric, "loop": run_loop}[PLAN.face])

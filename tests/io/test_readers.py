@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import socket
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from lt_zero.checkpoint.lora import LoraScaling
-from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.directory import find
-from lt_zero.checkpoint.open import open_source, read_latest
-from lt_zero.checkpoint.universal import earlier_of
 from lt_zero.cli import app
-from lt_zero.common.errors import CheckpointError, ConfigError
-from lt_zero.config.blocks.monitoring import CsvMonitor
-from lt_zero.config.load import examine
-from lt_zero.io.checked_file import BlockReader, FileRecord
-from lt_zero.io.run_file import RunFile
+from lt_zero.common.errors import CheckpointError
 from lt_zero.lightning.monitor.plot import read_drawn
 from lt_zero.lightning.monitor.reading import LogsError
-from lt_zero.loop import monitors
-from lt_zero.planning.tune_cli import _check_output
-from lt_zero.session.compare import RecordError, read_record
+from tests.support.file_readers import (
+    BESIDE,
+    ERRORS,
+    FACTS,
+    KINDS,
+    NOTHING,
+    READERS,
+    damaged_lines,
+    record_of_two_steps,
+)
 from tests.support.paths import PACKAGE
 from tests.support.time_limit import time_limit
 
@@ -159,131 +154,11 @@ def test_every_reader_is_known() -> None:
     assert guarded | {"config/read.py"} == {file for file, _, _ in READERS}
 
 
-# ---- what is tried ---------------------------------------------------------------------------------------------------
-
-SPARSE = 1 << 40  # bytes: more than the memory, and nothing on the disk
-
-
-def _fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def _device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def _folder(path: Path) -> None:
-    path.mkdir()
-
-
-def _socket(path: Path) -> None:
-    before = os.getcwd()
-    os.chdir(path.parent)  # addresses of sockets are short
-    try:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(path.name)
-    finally:
-        os.chdir(before)
-
-
-def _terabyte(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(SPARSE)
-
-
-def _deep(path: Path) -> None:
-    path.write_text("[" * 100_000 + "]" * 100_000 + "\n")
-
-
-def _deep_mapping(path: Path) -> None:
-    path.write_text('{"a":' * 50_000 + "1" + "}" * 50_000 + "\n")
-
-
-def _garbage(path: Path) -> None:
-    path.write_bytes(bytes(range(256)) * 64 + b"\n")
-
-
-def _empty(path: Path) -> None:
-    path.touch()
-
-
-def _gone(path: Path) -> None:
-    path.symlink_to("nowhere")
-
-
-KINDS = [_fifo, _device, _folder, _socket, _terabyte, _deep, _deep_mapping, _garbage, _empty, _gone]
-
-
-def _read_universal(file: Path) -> None:
-    earlier_of(file.parent, overwrite=False)
-
-
-def _read_blocks(file: Path) -> None:
-    reader = BlockReader(str(file.parent))
-    reader.files = {file.name: FileRecord(5, (1,))}
-    reader.verify(file.name)
-
-
-def _read_archive(file: Path) -> None:
-    Archive(str(file.parent))
-
-
-def _find(file: Path) -> None:
-    """A manifest that is none of ours leaves the path what it is."""
-    assert find(file.parent / "meta.pt") == str(file.parent / "meta.pt")
-    raise CheckpointError(f"nothing was found at {file}")
-
-
-def _write_facts(file: Path) -> None:
-    """A run goes on, with a warning; what is a file gets a line."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        RunFile(file.parent, 0).flush()
-    if not caught:
-        os.truncate(file, 0)
-        raise CheckpointError(f"{file} was written to")
-    raise CheckpointError(str(caught[0].message))
-
-
-def _write_events(file: Path) -> None:
-    files = monitors.CsvFiles(CsvMonitor(output_path=str(file.parent.parent), job_name=file.parent.name))
-    files.write([("Train/Samples/lr", 1.0, 1)])
-    raise CheckpointError(f"{file} was written to")
-
-
-# File of the package, name of what it reads, and a function that reads it: all raise an error that names the file.
-READERS: list[tuple[str, str, Callable[[Path], object]]] = [
-    ("config/read.py", "config.json", lambda file: examine(file).usable()),
-    ("config/read.py", "config.yaml", lambda file: examine(file).usable()),
-    ("checkpoint/lora.py", "adapter_config.json", LoraScaling.of),
-    ("checkpoint/lora.py", "adapter_config.json", lambda file: LoraScaling.of(file.parent)),
-    ("checkpoint/native/archive.py", "manifest.json", _read_archive),
-    ("checkpoint/native/archive.py", "manifest.json", lambda file: open_source(file.parent)),
-    ("checkpoint/native/directory.py", "manifest.json", _find),
-    ("checkpoint/open.py", "latest", lambda file: open_source(file.parent, tag=read_latest(file.parent))),
-    ("checkpoint/universal.py", "latest_universal", _read_universal),
-    ("checkpoint/formats/torch_file.py", "model.safetensors.index.json", lambda file: open_source(file.parent)),
-    ("checkpoint/formats/torch_file.py", "a.safetensors", open_source),
-    ("checkpoint/formats/records.py", "a.pt", open_source),
-    ("checkpoint/formats/reading.py", ".metadata", lambda file: open_source(file.parent)),
-    ("io/checked_file.py", "weights-00000.pt", _read_blocks),
-    ("io/run_file.py", "lt_zero.jsonl", lambda file: read_drawn(file.parent)),
-    ("io/run_file.py", "lt_zero.jsonl", _write_facts),
-    ("lightning/monitor/reading.py", "metrics.csv", read_drawn),
-    ("lightning/monitor/reading.py", "metrics.csv", lambda file: read_drawn(file.parent)),
-    ("lightning/monitor/reading.py", "Train_Samples_lr.csv", lambda file: read_drawn(file.parent)),
-    ("lightning/monitor/reading.py", "events.out.tfevents.1", lambda file: read_drawn(file.parent)),
-    ("loop/monitors.py", "Train_Samples_lr.csv", _write_events),
-    ("planning/tune_cli.py", "tuned.yaml", _check_output),
-    ("session/compare.py", "engine0.jsonl", lambda file: read_record(file.parent)),
-]
-ERRORS = (CheckpointError, ConfigError, LogsError, RecordError, OSError)
-BESIDE = {"lt_zero.jsonl": ("metrics.csv", "step,zero/loss\n0,1.0\n")}
+# ---- kinds of files -------------------------------------------------------------------------------------------------
 
 
 def _told(read: Callable[[Path], object], file: Path, may_pass: bool) -> None:
     read(file)
-    # An empty file is one without facts, nothing in its place is none, and so is a folder for some.
     assert may_pass, f"{file.name} was taken for a right one"
     raise CheckpointError(f"{file} is no problem")
 
@@ -298,52 +173,14 @@ def test_no_reader_waits_or_fills_the_memory(kind: Callable[[Path], None], tmp_p
             beside, text = BESIDE[name]
             (file.parent / beside).write_text(text)
         with time_limit(60), pytest.raises(ERRORS) as caught:
-            _told(read, file, may_pass=kind in (_empty, _gone, _folder))
+            _told(read, file, may_pass=kind in NOTHING)
         said = str(caught.value)
         assert str(file.parent) in said or name in said, (name, said)
 
 
 # ---- fields of other types -------------------------------------------------------------------------------------------
 
-WRONG: list[Any] = [None, True, "x", [], {}, [[]], -1, 10**400, float("nan"), float("inf"), {"a": []}, ["x", None]]
-
-
-def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of all values in containers of JSON."""
-    yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield from _places(item, (*path, key))
-
-
-def _damaged(lines: list[Any], every: int = 1) -> Iterator[str]:
-    """Texts of JSON lines, each with one value that is of another type, or missing; of all these some."""
-    pairs = [(path, wrong) for path in _places(lines) if path for wrong in [*WRONG, "missing"]]
-    for path, wrong in pairs[::every]:
-        changed = json.loads(json.dumps(lines))
-        holder = changed
-        for key in path[:-1]:
-            holder = holder[key]
-        if wrong == "missing":
-            del holder[path[-1]]
-        else:
-            holder[path[-1]] = wrong
-        yield "".join(json.dumps(line) + "\n" for line in changed)
-
-
 EVERY = pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.slow)])
-
-
-def _tensor(kind: str, name: str) -> dict[str, Any]:
-    sizes = {"rows": 2, "numel": 4, "squares": 1.5, "largest": 1.0, "products": [0.5, 1.0]}
-    return {"kind": kind, "name": name, "dtype": "float32", **sizes}
-
-
-def _record() -> list[Any]:
-    first = {"step": 0, "tensors": [_tensor("weight", "a.weight")]}
-    kinds = [("input", "(model)"), ("output", "a"), ("gradient", "a.weight"), ("weight", "a.weight")]
-    steps = [{"step": n, "tensors": [_tensor(*each) for each in kinds]} for n in (1, 2)]
-    return [{"version": 2, "stage": 3, "ranks": 2}, first, *steps]
 
 
 @EVERY
@@ -352,10 +189,12 @@ def test_a_damaged_record_is_no_difference(tmp_path: Path, every: int) -> None:
     runner = CliRunner()
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "engine0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in _record()))
+        (tmp_path / name / "engine0.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in record_of_two_steps())
+        )
     assert runner.invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b")]).exit_code == 0
     codes = set()
-    for text in _damaged(_record(), every):
+    for text in damaged_lines(record_of_two_steps(), every):
         (tmp_path / "b" / "engine0.jsonl").write_text(text)
         done = runner.invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b")])
         assert done.exception is None or isinstance(done.exception, SystemExit), text
@@ -372,26 +211,11 @@ def test_a_damaged_record_is_no_difference(tmp_path: Path, every: int) -> None:
         assert kind.__name__ in done.stderr.replace("\n", "")
 
 
-FACTS: list[Any] = [
-    {"kind": "start", "at": 0, "ranks": 2, "stage": 3, "mode": "sharded", "unix": 1.0},
-    {"kind": "steps", "at": [1, 2], "ms": [3.0, 4.0]},
-    {"kind": "memory", "at": 1, "rank": 0, "moments": {"end": {"weights": 100, "states": 200}}},
-    {
-        "kind": "collectives",
-        "steps": 2,
-        "rank": 0,
-        "records": [
-            {"operation": "gather", "name": "a", "nbytes": 1, "calls": 1, "seconds": 0.1, "waited": 0.1, "sent": 1}
-        ],
-    },
-]
-
-
 @EVERY
 def test_damaged_facts_are_an_error_of_one_line(tmp_path: Path, every: int) -> None:
     (tmp_path / "metrics.csv").write_text("step,zero/loss\n0,1.0\n1,0.5\n")
     runner, codes = CliRunner(), set()
-    for text in ["".join(json.dumps(fact) + "\n" for fact in FACTS), *_damaged(FACTS, every)]:
+    for text in ["".join(json.dumps(fact) + "\n" for fact in FACTS), *damaged_lines(FACTS, every)]:
         (tmp_path / "lt_zero.jsonl").write_text(text)
         done = runner.invoke(app, ["logs", str(tmp_path)])
         assert done.exception is None or isinstance(done.exception, SystemExit), (text, done.exception)
@@ -405,7 +229,7 @@ def test_damaged_adapters(tmp_path: Path) -> None:
     """Patterns of a stranger take no time that explodes."""
     file = tmp_path / "adapter_config.json"
     content = {"peft_type": "LORA", "lora_alpha": 8, "r": 2, "alpha_pattern": {"a": 1.0}, "use_rslora": False}
-    for text in _damaged([content]):
+    for text in damaged_lines([content]):
         file.write_text(text)
         with suppress(CheckpointError):
             LoraScaling.of(file)
