@@ -146,7 +146,7 @@ def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _device(map_location: Any) -> torch.device:
-    """Where ``torch.load`` would put a tensor that was saved on the CPU."""
+    """The device where ``torch.load`` would put a tensor that was saved on the CPU."""
     if callable(map_location):
         placed = map_location(torch.empty(0).untyped_storage(), "cpu")
         return torch.device("cpu") if placed is None else placed.device

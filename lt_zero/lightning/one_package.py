@@ -21,7 +21,7 @@ from types import ModuleType
 _SAME = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 
 
-class _Finder(MetaPathFinder, Loader):
+class _AliasFinder(MetaPathFinder, Loader):
     """Finds the modules of ``pytorch_lightning`` and ``lightning_fabric`` in the package ``lightning``."""
 
     def find_spec(
@@ -65,6 +65,6 @@ def as_pytorch_lightning() -> ModuleType:
                 "lt_zero.as_pytorch_lightning() in the first lines of the script, before the import of "
                 f"{package} and of packages that import it; or import {other} in its place."
             )
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    if not any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AliasFinder())
     return importlib.import_module("pytorch_lightning")
