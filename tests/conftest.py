@@ -9,11 +9,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from hypothesis import settings
 from simulated_nodes import SimulatedNodes
 
 from tests.support.nodes import NodePool, unavailable
 from tests.support.pool import Pool
 
+# No test depends on an idle machine.
+settings.register_profile("of any speed", deadline=None)
+settings.load_profile("of any speed")
 torch.set_num_threads(1)
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -38,7 +38,8 @@ def test_after_lightning_the_package_costs_nothing_and_its_cli_knows_the_short_n
     lines = python("-c", code).stdout.splitlines()
     imported, registered = lines[:2]
     of_compat = {f"lt_zero.common.compat{name}" for name in ("", ".of_hydra", ".of_lightning")}
-    light = {"lt_zero", "lt_zero.common", "lt_zero.common.errors", "lt_zero.lightning", "lt_zero.lightning.names"}
+    light = {"lt_zero", "lt_zero.common", "lt_zero.common.errors", "lt_zero.common.output"}
+    light |= {"lt_zero.lightning", "lt_zero.lightning.names"}
     assert set(imported.split()) <= light | of_compat
     assert registered == "True"
     assert lines[-1] == "True 2"

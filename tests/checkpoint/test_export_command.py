@@ -68,7 +68,7 @@ def test_a_prefix_is_stripped_or_told(tmp_path: Path, monkeypatch: pytest.Monkey
     assert told in run().stderr
     assert told in run(out="one.safetensors").stderr
     assert told not in run(out="weights.pt").stderr, "names of the LightningModule, which loads them"
-    result = run("--strip-prefix", "net.", "--keep-fp32", "net.layers.0.*")
+    result = run("--strip-prefix", "net.", "--keep-fp32", "net.layers.0.*", "--dtype", "fp16")
     assert (result.exit_code, result.stderr) == (0, "")
     loaded = load_file(tmp_path / "hf" / "model.safetensors")
     assert set(loaded) == set(bare.tensors) - set(bare.aliases)

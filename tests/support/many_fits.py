@@ -217,7 +217,8 @@ def fits(name: str, face: str, count: int, folder: str, limit: int = 0) -> Left:
     temporary, tempfile.tempdir = tempfile.tempdir, f"{folder}/temporary"
     os.makedirs(tempfile.tempdir, exist_ok=True)
     if limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limits[1]))
+        others = max(map(int, os.listdir("/proc/self/fd")))  # of what this process did before
+        resource.setrlimit(resource.RLIMIT_NOFILE, (others + limit, limits[1]))
     held, objects, memory = list[Held](), list[Counter[str]](), list[int]()
     try:
         for number in range(count):
