@@ -607,8 +607,8 @@ class _Reporter:
 
         No more than these: a script that goes on after the error makes its next groups over the default one.
         """
-        if (group := self._group_of_work(frame)) is not None:
-            return [group]
+        if (group := self._group_of_wait(frame)) is not None:
+            return [] if group in self._groups else [group]
         if not in_layer(frame):
             group = frame.f_locals.get("group")
             return list(filter(None, [group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD]))
@@ -629,14 +629,19 @@ class _Reporter:
             return self._all_ranks
         if (made := group_in_making(frame)) is not None:
             return made[1]
-        if (found := collective_of(frame) or (self.layers if in_layer(frame) else None)) is not None:
+        if (found := collective_of(frame)) is not None:
             return found or None
-        group = self._group_of_work(frame)
-        return dist.get_process_group_ranks(group) if group is not None else None
+        if (group := self._group_of_wait(frame)) is not None:
+            return dist.get_process_group_ranks(group)
+        return self.layers or None if in_layer(frame) else None
 
-    def _group_of_work(self, frame: FrameType) -> dist.ProcessGroup | None:
-        """The process group of the collective for whose work this frame waits; None if it does not, or is unknown."""
-        if work_awaited(frame) is None or not isinstance(self._in, ForeignCall):
+    def _group_of_wait(self, frame: FrameType) -> dist.ProcessGroup | None:
+        """The process group of the collective for which this frame, of a layer or with a work, waits.
+
+        None if it does not, or that is unknown. The ranks of a layer are those of all of its groups: if only some of
+        them are late, a wait is not one for the others.
+        """
+        if not isinstance(self._in, ForeignCall) or not (in_layer(frame) or work_awaited(frame) is not None):
             return None
         wait = self._foreign_wait()
         return group_of_channel(wait.channel) if wait is not None else None

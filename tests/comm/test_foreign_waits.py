@@ -28,6 +28,7 @@ from torch.distributed import _functional_collectives as functional
 
 import lt_zero
 from lt_zero import FabricZeroStrategy
+from lt_zero.comm import foreign_waits
 from lt_zero.comm.awaited_works import work_awaited
 from lt_zero.comm.foreign_waits import FOREIGN, Blocked, another_may_launch, progress, question_of, standstill
 from lt_zero.comm.verdict import at_standstill
@@ -386,6 +387,32 @@ def _waits_in_a_layer(world: World) -> None:
         functional.wait_tensor(reduced)
     world.roll_call("export")
     assert int(functional.wait_tensor(reduced)) == 3
+
+
+def _waits_in_a_part_of_the_layers() -> None:
+    """Rank 0 waits in a layer for rank 1, which is late, and rank 2 for both: of another stage of a pipeline, say."""
+    part = dist.new_group([0, 1])
+    with quick():
+        world = World.join(torch.device("cpu"))
+    world.expect_in_layers([0, 1, 2])
+    rank = dist.get_rank()
+    if rank == 1:
+        time.sleep(LATE_S)
+    if rank < 2:
+        functional.wait_tensor(functional.all_reduce(torch.ones(1), "sum", part))
+    world.roll_call("export")
+    assert world.watch.verdict is None
+    # The recorder is read only if nothing was launched between two looks: a run that goes on is not held up.
+    dist.barrier()
+    with mock.patch.object(foreign_waits, "recorded_launches", return_value=[]) as read:
+        foreign_waits._group_of_pending()
+        assert not read.called
+        foreign_waits._group_of_pending()
+        assert read.called
+
+
+def test_a_late_rank_of_one_group_of_layers_is_waited_for(pool: Pool) -> None:
+    pool.run(3, _waits_in_a_part_of_the_layers)
 
 
 def test_a_late_rank_of_two_runs_is_waited_for(pool: Pool) -> None:
