@@ -262,7 +262,13 @@ def test_whose_work_a_frame_waits_for() -> None:
 
     assert not keeps(False)
     keeps(True)
+    for each in [work]: each.wait()  # fmt: skip  # noqa: E701  # in one line, of which Python 3.13 makes one instruction
+    assert seen()
     # These end by themselves, or cannot be told: nothing is executed to find out.
+    (work or other).wait()
+    assert work.found is None
+    (holder.inner if work else SimpleNamespace(work=other)).work.wait()
+    assert work.found is None
     work.wait(1.0)
     assert not seen()
     [work].pop().wait()
