@@ -100,9 +100,9 @@ def call_of(frame: FrameType | None) -> ForeignCall | None:
     if (made := group_in_making(frame)) is not None:
         return ForeignCall(_NEW_GROUP, made[0] + 1, _NEW_GROUP)
     group = group_of(frame)
-    if group is None and in_layer(frame):
-        group = _group_of_pending()
     try:
+        if group is None and in_layer(frame):
+            group = _group_of_pending()
         if group is not None:
             return ForeignCall(group.group_name, count_of_launches(group), frame.f_code.co_name)
         if (work := work_awaited(frame)) is not None and (operation := operation_of(work)) is not None:

@@ -9,7 +9,7 @@ Note [Which ranks can still arrive]
     needs this rank and that this rank has not launched, or it has ended. Each rank has a thread that reports what its
     main thread is doing, when asked; launched collectives are known by number (work.py), those of other packages by
     torch's (foreign_waits.py), those of another engine by that one's (other_runs.py). A rank has to stay in one of
-    these for ``Patience.stuck``. Waits inside of layers have no number: there all ranks that the collective needs have
+    these for ``Patience.stuck``. Waits inside of layers may have no number: there all ranks that the layers need have
     to wait, too. A rank that does not answer need not have ended, its main thread may hold the interpreter: its closed
     connection to gloo proves it.
 

@@ -443,6 +443,14 @@ def test_two_runs_that_wait_for_each_other(pool: Pool) -> None:
     assert "and not on rank 0, which waits in `export` of another engine (" in second
 
 
+def test_a_group_that_counts_no_launches_ends_no_thread() -> None:
+    counts_none = mock.Mock(**{"_get_sequence_number_for_group.side_effect": RuntimeError("of another backend")})
+    groups = mock.patch.object(foreign_waits, "process_groups", return_value=[counts_none])
+    with groups, mock.patch.object(foreign_waits, "in_layer", return_value=True):
+        assert foreign_waits.call_of(sys._getframe()) is None
+    assert counts_none._get_sequence_number_for_group.called
+
+
 def _earlier_group() -> str:
     """Another group of the name that ``_late_in_other_code`` gives its own, and a collective in it."""
     part = dist.new_group([0, 1])
