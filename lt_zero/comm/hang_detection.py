@@ -171,6 +171,7 @@ class HangDetector:
         self._examined: CollectiveId | None = None
         self._first_question = 0  # number of the first question about it
         self._asked = 0.0  # when the last one was asked
+        self._recent: list[tuple[int, float]] = []  # numbers of the last questions, and when they were asked
         self._last_answers: dict[int, tuple[int, float]] = {}  # rank -> (question that it answered last, when)
         self._heeded = 0.0  # when errors of others were read
         self._end: str | None = None  # why another rank has ended
@@ -253,12 +254,15 @@ class HangDetector:
         with contextlib.suppress(dist.DistError):  # the process that serves the store has ended: gloo will notice
             if self._examined != launch:
                 self._examined, self._first_question = launch, 0
+                self._recent.clear()
                 self._last_answers.clear()
                 self._reporter.questions.post(launch)
             else:
                 members = self._watch.channels[launch.channel].ranks
+                self._recent = [asked for asked in self._recent if now - asked[1] < self._patience.stuck]
                 states = {r: self._state_of(r, launch, now) for r in members if r != self._rank}
-                states[self._rank] = RankState.waiting(launch, user_line(sys._getframe()))
+                lasts = waited >= self._patience.stuck
+                states[self._rank] = RankState.waiting(launch, user_line(sys._getframe()), lasts)
                 close_circles(states, launch)
                 lost = next((rank for rank, state in states.items() if state.never), None)
                 if lost is None and launch.operation == CALL and waited > self._patience.limit:
@@ -271,6 +275,7 @@ class HangDetector:
                     self.raise_divergence(launch)
             self._asked = now
             asks = self._store.add("asks", 1)
+            self._recent.append((asks, now))
             self._first_question = self._first_question or asks
 
     def _state_of(self, rank: int, launch: CollectiveId, now: float) -> RankState:
@@ -295,6 +300,8 @@ class HangDetector:
         theirs = CollectiveId(*answer["launch"]) if answer["launch"] is not None else None
         state = RankState(theirs, answer["place"], answer["text"])
         stuck = answer["seconds"] >= self._patience.stuck
+        # The answer is younger than a question that was asked less than ``stuck`` ago: then the rank waited already.
+        state.lasts = stuck and bool(self._recent) and answer["asks"] >= self._recent[0][0]
         if (told := answer["ran"].get(question_of(launch))) is None:  # so many have asked that it forgot the question
             self._reporter.questions.post(launch)
             return RankState(None, answer["place"], answer["text"])

@@ -31,7 +31,7 @@ from lt_zero import FabricZeroStrategy
 from lt_zero.comm import foreign_waits
 from lt_zero.comm.awaited_works import work_awaited
 from lt_zero.comm.foreign_waits import FOREIGN, Blocked, another_may_launch, progress, question_of, standstill
-from lt_zero.comm.verdict import at_standstill
+from lt_zero.comm.verdict import RankState, at_standstill, close_circles
 from lt_zero.comm.work import CALL, CollectiveId
 from lt_zero.comm.world import World
 from tests.support.lightning_tools import GPT, quick, sharded_trainer, torchrun_env
@@ -111,6 +111,23 @@ def test_what_may_still_end(ran: dict[CollectiveId, Any]) -> None:
 def test_ranks_that_wait_in_the_same_collective_for_a_late_one() -> None:
     launched = {A: (3, A)}
     assert standstill({0: _told(A, [0, 1, 2], launched), 2: _told(A, [0, 1, 2], launched)}) == []
+
+
+def test_a_wait_in_a_layer_that_may_be_over_closes_no_circle() -> None:
+    """Rank 1 was late for the layer of rank 2. If it has come to the call only now, that wait may have ended."""
+    call = CollectiveId("collective", 4, CALL, "export")
+
+    def lost(lasts: bool) -> list[int]:
+        states = {
+            0: RankState.waiting(call, "", lasts=True),
+            1: RankState.waiting(call, "", lasts),
+            2: RankState(None, "", "waits in a layer", needs=(1, 2), lasts=True),
+        }
+        close_circles(states, call)
+        return [rank for rank, state in states.items() if state.never]
+
+    assert lost(lasts=True) == [2]
+    assert lost(lasts=False) == []
 
 
 # ---- ranks that wait in torch.distributed ----------------------------------------------------------------------------
