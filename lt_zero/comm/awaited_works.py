@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 _PASSED = {"PRECALL", "EXTENDED_ARG", "NOP", "PUSH_NULL"}  # instructions that tell nothing here
 _CALLS = {"CALL", "CALL_METHOD"}
-_LOCAL = ("LOAD_FAST", "LOAD_DEREF", "LOAD_NAME", "LOAD_GLOBAL")
+# The last one is that of a loop in one line, from Python 3.13: it stores the variable and loads it.
+_LOCAL = ("LOAD_FAST", "LOAD_DEREF", "LOAD_NAME", "LOAD_GLOBAL", "STORE_FAST_LOAD_FAST")
 
 
 def work_awaited(frame: FrameType, instruction: int | None = None) -> dist.Work | None:
@@ -33,7 +34,8 @@ def work_awaited(frame: FrameType, instruction: int | None = None) -> dist.Work 
         return None
     at = frame.f_lasti if instruction is None else instruction
     # The last of these is the one at which the frame stands, which may be inside of it: at a cache of the call.
-    before = [entry for entry in dis.get_instructions(code) if entry.offset <= at and entry.opname not in _PASSED]
+    passed = [entry for entry in dis.get_instructions(code) if entry.offset <= at]
+    before = [entry for entry in passed if entry.opname not in _PASSED]
     if len(before) < 3 or before[-1].opname not in _CALLS or before[-1].arg:
         return None  # no call, or one with a timeout, which ends by itself
     if before[-2].opname not in ("LOAD_METHOD", "LOAD_ATTR") or before[-2].argval != "wait":
@@ -44,7 +46,9 @@ def work_awaited(frame: FrameType, instruction: int | None = None) -> dist.Work 
         names.append(before[place].argval)
         place -= 1
     base = before[place]
-    if not base.opname.startswith(_LOCAL):
+    # What a jump leads to may have another object than the last one that was loaded: ``(work or other).wait()``.
+    jumps = any(entry.is_jump_target for entry in passed if entry.offset > base.offset)
+    if jumps or not base.opname.startswith(_LOCAL):
         return None
     name = base.argval[-1] if isinstance(base.argval, tuple) else base.argval  # one instruction may load two
     found = _variable(frame, name)

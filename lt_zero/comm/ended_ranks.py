@@ -67,7 +67,8 @@ _SHOWN = 2  # frames of an error that follows from another rank's
 _FILES_KEPT = 5  # files with tracebacks of one rank
 _DEEPEST = 3  # frames of PACKAGES that are shown below the user's
 _LONGEST = 300  # characters of an error in one line
-_NAME = r"(?:'[^']+'|\w+(?:\.\w+)+)"
+# A name begins where no other one is: else each character of a long word would be tried, with all that follow it.
+_NAME = r"(?:'[^']+'|(?<![\w.])\w+(?:\.\w+)+)"
 _NAMES = re.compile(rf"({_NAME})(?:, {_NAME})+")
 
 

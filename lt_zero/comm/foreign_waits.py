@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import threading
 from dataclasses import dataclass
 from types import FrameType
 from typing import NamedTuple
@@ -43,6 +44,7 @@ _CHANNEL = "group of torch.distributed: "
 _SET_UP = "set-up"  # in place of a group: the first point of a run, before it has numbers of its own
 _NEW_GROUP = "new_group"  # likewise: groups that are made
 _WORK = "work "  # likewise, with a number that no other has: the wait for a work
+_looked = threading.local()  # ``launches``: how many the process had when a thread last looked for one that is pending
 _RECORDED = {"gloo", "nccl"}  # backends whose works the recorder has
 # Where the code of Python and of packages is, and beginnings of names of code that has no file.
 _INSTALLED = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<frozen ")
@@ -98,9 +100,9 @@ def call_of(frame: FrameType | None) -> ForeignCall | None:
     if (made := group_in_making(frame)) is not None:
         return ForeignCall(_NEW_GROUP, made[0] + 1, _NEW_GROUP)
     group = group_of(frame)
-    if group is None and in_layer(frame):
-        group = _group_of_pending()
     try:
+        if group is None and in_layer(frame):
+            group = _group_of_pending()
         if group is not None:
             return ForeignCall(group.group_name, count_of_launches(group), frame.f_code.co_name)
         if (work := work_awaited(frame)) is not None and (operation := operation_of(work)) is not None:
@@ -127,11 +129,17 @@ def _group_of_pending() -> dist.ProcessGroup | None:
     """The group of the only collective of this process that has not ended; None if there are several, or none.
 
     A thread that waits in a layer, such as that of a DTensor, waits for it: the frames do not tell the group there.
+    None, too, if the process has launched anything since the calling thread looked last. A run that goes on is mostly
+    found in layers, and reading the recorder takes 70 ms, in which it could not go on.
     """
+    count = sum(map(count_of_launches, process_groups()))
+    if count != getattr(_looked, "launches", None):
+        _looked.launches = count
+        return None
     pending = {
         (launch.group, launch.number) for launch in recorded_launches() if launch.number > 0 and not launch.ended
     }
-    if len(pending) != 1:
+    if len(pending) != 1 or not _all_are_recorded():
         return None
     name = next(iter(pending))[0]
     return next((group for group in process_groups() if group.group_name == name), None)

@@ -9,7 +9,7 @@ Note [Which ranks can still arrive]
     needs this rank and that this rank has not launched, or it has ended. Each rank has a thread that reports what its
     main thread is doing, when asked; launched collectives are known by number (work.py), those of other packages by
     torch's (foreign_waits.py), those of another engine by that one's (other_runs.py). A rank has to stay in one of
-    these for ``Patience.stuck``. Waits inside of layers have no number: there all ranks that the collective needs have
+    these for ``Patience.stuck``. Waits inside of layers may have no number: there all ranks that the layers need have
     to wait, too. A rank that does not answer need not have ended, its main thread may hold the interpreter: its closed
     connection to gloo proves it.
 
@@ -171,6 +171,7 @@ class HangDetector:
         self._examined: CollectiveId | None = None
         self._first_question = 0  # number of the first question about it
         self._asked = 0.0  # when the last one was asked
+        self._recent: list[tuple[int, float]] = []  # numbers of the last questions, and when they were asked
         self._last_answers: dict[int, tuple[int, float]] = {}  # rank -> (question that it answered last, when)
         self._heeded = 0.0  # when errors of others were read
         self._end: str | None = None  # why another rank has ended
@@ -253,12 +254,15 @@ class HangDetector:
         with contextlib.suppress(dist.DistError):  # the process that serves the store has ended: gloo will notice
             if self._examined != launch:
                 self._examined, self._first_question = launch, 0
+                self._recent.clear()
                 self._last_answers.clear()
                 self._reporter.questions.post(launch)
             else:
                 members = self._watch.channels[launch.channel].ranks
+                self._recent = [asked for asked in self._recent if now - asked[1] < self._patience.stuck]
                 states = {r: self._state_of(r, launch, now) for r in members if r != self._rank}
-                states[self._rank] = RankState.waiting(launch, user_line(sys._getframe()))
+                lasts = waited >= self._patience.stuck
+                states[self._rank] = RankState.waiting(launch, user_line(sys._getframe()), lasts)
                 close_circles(states, launch)
                 lost = next((rank for rank, state in states.items() if state.never), None)
                 if lost is None and launch.operation == CALL and waited > self._patience.limit:
@@ -271,6 +275,7 @@ class HangDetector:
                     self.raise_divergence(launch)
             self._asked = now
             asks = self._store.add("asks", 1)
+            self._recent.append((asks, now))
             self._first_question = self._first_question or asks
 
     def _state_of(self, rank: int, launch: CollectiveId, now: float) -> RankState:
@@ -295,6 +300,8 @@ class HangDetector:
         theirs = CollectiveId(*answer["launch"]) if answer["launch"] is not None else None
         state = RankState(theirs, answer["place"], answer["text"])
         stuck = answer["seconds"] >= self._patience.stuck
+        # The answer is younger than a question that was asked less than ``stuck`` ago: then the rank waited already.
+        state.lasts = stuck and bool(self._recent) and answer["asks"] >= self._recent[0][0]
         if (told := answer["ran"].get(question_of(launch))) is None:  # so many have asked that it forgot the question
             self._reporter.questions.post(launch)
             return RankState(None, answer["place"], answer["text"])
@@ -607,8 +614,8 @@ class _Reporter:
 
         No more than these: a script that goes on after the error makes its next groups over the default one.
         """
-        if (group := self._group_of_work(frame)) is not None:
-            return [group]
+        if (group := self._group_of_wait(frame)) is not None:
+            return [] if group in self._groups else [group]
         if not in_layer(frame):
             group = frame.f_locals.get("group")
             return list(filter(None, [group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD]))
@@ -629,14 +636,19 @@ class _Reporter:
             return self._all_ranks
         if (made := group_in_making(frame)) is not None:
             return made[1]
-        if (found := collective_of(frame) or (self.layers if in_layer(frame) else None)) is not None:
+        if (found := collective_of(frame)) is not None:
             return found or None
-        group = self._group_of_work(frame)
-        return dist.get_process_group_ranks(group) if group is not None else None
+        if (group := self._group_of_wait(frame)) is not None:
+            return dist.get_process_group_ranks(group)
+        return self.layers or None if in_layer(frame) else None
 
-    def _group_of_work(self, frame: FrameType) -> dist.ProcessGroup | None:
-        """The process group of the collective for whose work this frame waits; None if it does not, or is unknown."""
-        if work_awaited(frame) is None or not isinstance(self._in, ForeignCall):
+    def _group_of_wait(self, frame: FrameType) -> dist.ProcessGroup | None:
+        """The process group of the collective for which this frame, of a layer or with a work, waits.
+
+        None if it does not, or that is unknown. The ranks of a layer are those of all of its groups: if only some of
+        them are late, a wait is not one for the others.
+        """
+        if not isinstance(self._in, ForeignCall) or not (in_layer(frame) or work_awaited(frame) is not None):
             return None
         wait = self._foreign_wait()
         return group_of_channel(wait.channel) if wait is not None else None

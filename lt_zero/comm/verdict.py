@@ -32,7 +32,8 @@ class RankState:
     """A rank: the collective in which it waits, its line of the user's code, and both in words.
 
     ``came``: it is, or was, in the collective that is examined. ``never``: it never will be. ``needs``: the ranks of
-    the run that it waits for, for long, in a collective of which nobody knows who has launched it.
+    the run that it waits for, for long, in a collective of which nobody knows who has launched it. ``lasts``: its wait
+    has lasted since before a question to which all answers are younger.
     """
 
     launch: CollectiveId | None
@@ -41,10 +42,11 @@ class RankState:
     came: bool = False
     never: bool = False
     needs: tuple[int, ...] = ()
+    lasts: bool = False
 
     @classmethod
-    def waiting(cls, launch: CollectiveId, place: str) -> RankState:
-        return cls(launch, place, f"waits in {launch} ({place})", came=True)
+    def waiting(cls, launch: CollectiveId, place: str, lasts: bool = False) -> RankState:
+        return cls(launch, place, f"waits in {launch} ({place})", came=True, lasts=lasts)
 
     def compare(self, launch: CollectiveId, ran: CollectiveId) -> None:
         """Compare ``launch``, which is examined, with ``ran``, which the rank launched under the same number."""
@@ -58,9 +60,10 @@ def close_circles(states: Mapping[int, RankState], launch: CollectiveId) -> None
     """Set ``never`` of ranks that wait in collectives of which nobody knows who has launched them.
 
     One of the ranks that such a collective needs has not launched it, else it would have ended. If all of these wait
-    for ``launch``, or in the same way, that rank is one of them, and none goes on before ``launch`` is complete.
+    for ``launch``, or in the same way, that rank is one of them, and none goes on before ``launch`` is complete. All of
+    this has to be so at one moment: a rank that has come to ``launch`` since may have ended the wait of another.
     """
-    waits = {rank for rank, state in states.items() if state.launch == launch or state.needs}
+    waits = {rank for rank, state in states.items() if state.lasts and (state.launch == launch or state.needs)}
     while open_ones := {rank for rank in waits if not waits.issuperset(states[rank].needs)}:
         waits -= open_ones
     for rank in waits:

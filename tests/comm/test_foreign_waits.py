@@ -28,9 +28,10 @@ from torch.distributed import _functional_collectives as functional
 
 import lt_zero
 from lt_zero import FabricZeroStrategy
+from lt_zero.comm import foreign_waits
 from lt_zero.comm.awaited_works import work_awaited
 from lt_zero.comm.foreign_waits import FOREIGN, Blocked, another_may_launch, progress, question_of, standstill
-from lt_zero.comm.verdict import at_standstill
+from lt_zero.comm.verdict import RankState, at_standstill, close_circles
 from lt_zero.comm.work import CALL, CollectiveId
 from lt_zero.comm.world import World
 from tests.support.lightning_tools import GPT, quick, sharded_trainer, torchrun_env
@@ -110,6 +111,23 @@ def test_what_may_still_end(ran: dict[CollectiveId, Any]) -> None:
 def test_ranks_that_wait_in_the_same_collective_for_a_late_one() -> None:
     launched = {A: (3, A)}
     assert standstill({0: _told(A, [0, 1, 2], launched), 2: _told(A, [0, 1, 2], launched)}) == []
+
+
+def test_a_wait_in_a_layer_that_may_be_over_closes_no_circle() -> None:
+    """Rank 1 was late for the layer of rank 2. If it has come to the call only now, that wait may have ended."""
+    call = CollectiveId("collective", 4, CALL, "export")
+
+    def lost(lasts: bool) -> list[int]:
+        states = {
+            0: RankState.waiting(call, "", lasts=True),
+            1: RankState.waiting(call, "", lasts),
+            2: RankState(None, "", "waits in a layer", needs=(1, 2), lasts=True),
+        }
+        close_circles(states, call)
+        return [rank for rank, state in states.items() if state.never]
+
+    assert lost(lasts=True) == [2]
+    assert lost(lasts=False) == []
 
 
 # ---- ranks that wait in torch.distributed ----------------------------------------------------------------------------
@@ -261,7 +279,13 @@ def test_whose_work_a_frame_waits_for() -> None:
 
     assert not keeps(False)
     keeps(True)
+    for each in [work]: each.wait()  # fmt: skip  # noqa: E701  # in one line, of which Python 3.13 makes one instruction
+    assert seen()
     # These end by themselves, or cannot be told: nothing is executed to find out.
+    (work or other).wait()
+    assert work.found is None
+    (holder.inner if work else SimpleNamespace(work=other)).work.wait()
+    assert work.found is None
     work.wait(1.0)
     assert not seen()
     [work].pop().wait()
@@ -388,6 +412,32 @@ def _waits_in_a_layer(world: World) -> None:
     assert int(functional.wait_tensor(reduced)) == 3
 
 
+def _waits_in_a_part_of_the_layers() -> None:
+    """Rank 0 waits in a layer for rank 1, which is late, and rank 2 for both: of another stage of a pipeline, say."""
+    part = dist.new_group([0, 1])
+    with quick():
+        world = World.join(torch.device("cpu"))
+    world.expect_in_layers([0, 1, 2])
+    rank = dist.get_rank()
+    if rank == 1:
+        time.sleep(LATE_S)
+    if rank < 2:
+        functional.wait_tensor(functional.all_reduce(torch.ones(1), "sum", part))
+    world.roll_call("export")
+    assert world.watch.verdict is None
+    # The recorder is read only if nothing was launched between two looks: a run that goes on is not held up.
+    dist.barrier()
+    with mock.patch.object(foreign_waits, "recorded_launches", return_value=[]) as read:
+        foreign_waits._group_of_pending()
+        assert not read.called
+        foreign_waits._group_of_pending()
+        assert read.called
+
+
+def test_a_late_rank_of_one_group_of_layers_is_waited_for(pool: Pool) -> None:
+    pool.run(3, _waits_in_a_part_of_the_layers)
+
+
 def test_a_late_rank_of_two_runs_is_waited_for(pool: Pool) -> None:
     pool.run(3, _waits_of_two_runs)
 
@@ -408,6 +458,14 @@ def test_two_runs_that_wait_for_each_other(pool: Pool) -> None:
     assert "and not on rank 1, which waits in `save_checkpoint` of another engine (" in first
     assert "`save_checkpoint` was called on rank 1 (" in second
     assert "and not on rank 0, which waits in `export` of another engine (" in second
+
+
+def test_a_group_that_counts_no_launches_ends_no_thread() -> None:
+    counts_none = mock.Mock(**{"_get_sequence_number_for_group.side_effect": RuntimeError("of another backend")})
+    groups = mock.patch.object(foreign_waits, "process_groups", return_value=[counts_none])
+    with groups, mock.patch.object(foreign_waits, "in_layer", return_value=True):
+        assert foreign_waits.call_of(sys._getframe()) is None
+    assert counts_none._get_sequence_number_for_group.called
 
 
 def _earlier_group() -> str:
