@@ -72,6 +72,8 @@ class World(Ranks):
         nodes: the ranks of each node.
         hosts: the name of each rank's host.
         ends_with_run: objects whose ``end`` is called at the end of a run.
+        interruptible: objects whose ``end_interrupted`` is called before another run of this process begins: what
+            KeyboardInterrupt has left of their calls may keep them, and this world, for ever.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class World(Ranks):
         self.nodes = [list(range(size))]
         self.hosts = [socket.gethostname()] * size
         self.ends_with_run: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.interruptible: weakref.WeakSet[Any] = weakref.WeakSet()
         self._saving: dist.ProcessGroup | None = None  # see ``saving_group``
 
     @classmethod
@@ -137,6 +140,9 @@ class World(Ranks):
         grouped = dist.is_available() and dist.is_initialized()
         refuse_alone(dist.get_world_size() if grouped else 1)
         check_device(device, dist.get_world_size() if grouped else 1)
+        for earlier in list(_joined):
+            for used in list(earlier.interruptible):
+                used.end_interrupted()
         if _joined:
             # Trainers of earlier runs are garbage in cycles, which Python may leave for long, with the dozens of
             # descriptors and threads of each run, and its weights.

@@ -21,6 +21,13 @@ Note [Recomputation]
     Activation checkpointing runs a unit's forward inside backward, and stops it in the middle by an exception. So
     there the pre-forward hook only gathers, the post-forward hook does nothing, and the original call has the lease.
 
+Note [Interrupted forwards]
+    torch calls the hooks after a forward for an ``Exception``, and none for KeyboardInterrupt, SystemExit and their
+    like. Such a forward leaves its calls, whose aliases of inputs have hooks that refer to this engine: a cycle through
+    C++, which Python's collector never frees, with the connections and threads of the run. It also leaves the hooks of
+    saved_weights.py entered. So contexts around forwards end what such an error has left (``forward_scope``,
+    ``ends_interrupted``). Where nothing is around a forward, the next one ends it, or the next run of the process.
+
 Note [Edits in a forward]
     A forward may edit the weights of its own module: data-dependent initialization, constraints on norms. Each rank has
     all of them then, so a rank keeps the part of the edit that lies in its shard before the unit is released. Whether
@@ -46,9 +53,12 @@ Note [Compiled code]
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
@@ -117,6 +127,7 @@ class Engine(ProcessLocal):
     _create_graph = False  # the running backward builds a graph for another backward
     _depth = 0  # nested forward scopes
     _entered = 0  # the depth of the outermost module that is called; 0: none is
+    _contexts = 0  # open ``ends_interrupted``
 
     def __init__(
         self,
@@ -173,6 +184,7 @@ class Engine(ProcessLocal):
         self.before_reading: list[Callable[[], object]] = []
         self._saved_weights = SavedWeights(units, self._need_saved)
         self._preparation = Preparation(self.finish_steps)
+        world.interruptible.add(self)
         self.handles: list[Any] = []  # of what others have installed for it
         self._forwards = self._hook_model()  # handles of its own hooks, by which it runs the model
         self._of_parts: list[Any] = [] if training else self._hook_parts()  # handles
@@ -275,16 +287,64 @@ class Engine(ProcessLocal):
     def forward_scope(self, trains: bool = True) -> Iterator[None]:
         """Context for code that runs the model: root parameters are readable inside. ``trains``: a training step."""
         # A user may compile the code that enters this context, so this breaks the graph.
-        _enter_uncompiled(self, trains=trains)
-        depth = self._depth
+        with self.ends_interrupted():
+            _enter_uncompiled(self, trains=trains)
+            depth = self._depth
+            try:
+                yield
+            finally:
+                self._depth = depth
+                _leave_uncompiled(self, None)
+
+    @contextmanager
+    def ends_interrupted(self) -> Iterator[None]:
+        """Context of calls of the model: ends those that no hook ends. See Note [Interrupted forwards]."""
+        depth, entered, opened = self._depth, self._entered, SavedWeights.count()
+        self._contexts += 1
         try:
             yield
+        except Exception:
+            raise
+        except BaseException:
+            self._drop_calls(depth, entered, opened)
+            raise
         finally:
-            self._depth = depth  # torch calls no hook of modules that KeyboardInterrupt and its like end
-            _leave_uncompiled(self, None)
+            self._contexts -= 1
+
+    def end_interrupted(self) -> None:
+        """End a forward with no context around it that no hook has ended; no-op while one runs in any thread."""
+        left = self._depth > 0 or any(unit.calls for unit in self.units)
+        if not left or self._contexts or any(_calls_of(self.root, frame) for frame in sys._current_frames().values()):
+            return
+        self._drop_calls(0, 0, None)
+
+    def _drop_calls(self, depth: int, entered: int, opened: int | None) -> None:
+        """Drop what forwards have left, except those around them.
+
+        ``depth``, ``entered``: of those around. ``opened``: saved-tensor hooks that these have entered; None: unknown.
+        """
+        if opened is None:
+            self._saved_weights.end_pass()
+        else:
+            self._saved_weights.leave_interrupted(opened)
+        self._depth, self._entered = depth, entered
+        if depth == 0:
+            self._end_calls()
+
+    def _end_calls(self) -> None:
+        """End the calls of units that an error has ended before their own hooks could."""
+        for unit in reversed(self.units):
+            for call in unit.calls:
+                call.range.close()
+                call.inputs = None  # else a cycle, see Note [Interrupted forwards]
+            unit.calls.clear()
 
     def enter_forward(self, entry: nn.Module | None = None, trains: bool = True) -> None:
         """Begin a forward. ``entry``: the module that is called."""
+        outermost = entry is not None and entry is self.root and not self._contexts and not self.in_backward
+        # The module calls itself, or its last call was interrupted. Compiled code may hide a call: then it goes on.
+        if self._depth > 0 and outermost and _calls_of(self.root, inspect.currentframe()) == 1:
+            self._drop_calls(0, 0, None)
         if transform := running_transform():
             self._depth += 1
             self.gatherer.use_in_transform(self.root_unit, transform)
@@ -329,11 +389,7 @@ class Engine(ProcessLocal):
             self._saved_weights.end_pass()
         for bucket in self.root_unit.sharded:
             self._keep_edits(bucket)
-        for unit in reversed(self.units):
-            for call in unit.calls:
-                # An exception ended this forward before its own hook could close the range.
-                call.range.close()
-            unit.calls.clear()
+        self._end_calls()
         if not torch.is_grad_enabled():
             self.gatherer.end_pass(keep=True)
             return
@@ -700,6 +756,16 @@ class Engine(ProcessLocal):
             yield
         finally:
             self.reducer.sync = before
+
+
+def _calls_of(module: nn.Module, frame: FrameType | None) -> int:
+    """The number of running calls of ``module`` in the stack of ``frame``."""
+    found = 0
+    while frame is not None:
+        # By name: torch.compile replaces the code.
+        found += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return found
 
 
 def has_groups(groups: Sequence[ShardGroup]) -> bool:

@@ -137,6 +137,22 @@ class SavedWeights:
         _entered.pop()
         return True
 
+    @staticmethod
+    def count() -> int:
+        """The number of saved-tensor hooks that engines have entered, and not left."""
+        return len(_entered)
+
+    def leave_interrupted(self, before: int) -> None:
+        """Leave hooks of forwards that KeyboardInterrupt or its like has ended, for which ``close`` was not called.
+
+        ``before``: ``count`` around them. To leave hooks is to drop the innermost ones, whichever these are, so a
+        context of the user's around a unit (activation checkpointing) has dropped those of the unit in place of its
+        own. All contexts inside have ended, so as many are left over as were not closed.
+        """
+        while len(_entered) > before:
+            _entered.pop().__exit__()
+        self._around.clear()
+
     def end_pass(self) -> None:
         """Leave hooks that user code's own hooks covered when their unit ended; forget hooks around the pass."""
         while _entered and self.close():

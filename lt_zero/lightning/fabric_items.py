@@ -58,7 +58,7 @@ class ShardedModule(nn.Module):
     # ``fabric.setup`` of a compiled module compiles this one: the graph is that of the forward inside.
     @never_a_graph
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._numbers(self.module.training and torch.is_grad_enabled()):
+        with self.engine.ends_interrupted(), self._numbers(self.module.training and torch.is_grad_enabled()):
             return self.module(*args, **kwargs)
 
 

@@ -17,7 +17,35 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from lt_zero.common.compat import await_collective
 from lt_zero.parallel.local import mark_partial
+
+
+def _await_output(module: nn.Module, args: Any, output: Any) -> None:
+    """Wait for the output of a module, which its caller would do at once.
+
+    torch keeps a collective of DTensor, with its process group, until it is waited for. An error after the module (in a
+    hook, or in the caller) would drop the output, and the group's connections would stay for ever.
+    """
+    await_collective(output)
+
+
+class _Columns(ColwiseParallel):
+    """Torch's style; the output is there when the module returns."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        made = super()._apply(module, device_mesh)
+        made.register_forward_hook(_await_output)
+        return made
+
+
+class _Rows(RowwiseParallel):
+    """Torch's style; the output is there when the module returns."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        made = super()._apply(module, device_mesh)
+        made.register_forward_hook(_await_output)
+        return made
 
 
 class PartialGradient(ParallelStyle):
@@ -115,13 +143,13 @@ def style_of(kind: str, sizes: Sequence[int] = ()) -> ParallelStyle | None:
     if kind == COLUMN:
         return ColwiseParallel()
     if kind in (GATHERED, EMBEDDING):
-        return ColwiseParallel(output_layouts=Replicate())
+        return _Columns(output_layouts=Replicate())
     if kind == FUSED:
         return FusedColumns(sizes)
     if kind == ROW:
-        return RowwiseParallel()
+        return _Rows()
     if kind in (SPLIT, VOCABULARY):
-        return RowwiseParallel(input_layouts=Replicate())
+        return _Rows(input_layouts=Replicate())
     return {SEQUENCE: SequenceNorm, PARTIAL: PartialGradient}.get(kind, lambda: None)()
 
 

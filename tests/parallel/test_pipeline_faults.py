@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import multiprocessing as mp
 import os
 import signal
 import time
 import warnings
+import weakref
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -111,6 +113,24 @@ def _fit(how: str, at: int, layer: int, pipeline: dict[str, Any], data: int = 1)
         except Exception as error:
             return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", [])])
     return "", ""
+
+
+def _closed() -> None:
+    """What a failed run has made is gone when the next one has begun, at the latest."""
+    engines: list[Any] = []
+    for _ in range(2):
+        trainer, module = _trainer(2, {}), Faults("backward", 0, 1)
+        with quick(), pytest.raises((ValueError, RuntimeError), match="of a backward"):
+            trainer.fit(module)
+        strategy: Any = trainer.strategy
+        engines.append(weakref.ref(strategy.run.engine))
+        del trainer, module, strategy
+    gc.collect()
+    assert engines[0]() is None
+
+
+def test_a_failed_run_of_a_pipeline_is_closed(pool: Pool) -> None:
+    pool.run(2, _closed)
 
 
 LOOPED = {"schedule": "LoopedBFS", "stages_per_rank": 2}

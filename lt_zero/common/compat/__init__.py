@@ -20,6 +20,7 @@ from torch._ops import HigherOrderOperator
 from torch.autograd import Variable
 from torch.autograd import profiler as torch_profiler
 from torch.distributed import distributed_c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.optim import optimizer as optimizers
@@ -238,6 +239,12 @@ def name_of_split(ranks: list[int]) -> tuple[bool, int]:
 def process_group_backends() -> set[str]:
     """The names of backends that this torch has."""
     return set(torch.distributed.Backend.backend_list) - {torch.distributed.Backend.UNDEFINED}
+
+
+def await_collective(value: Any) -> None:
+    """Wait for the collective of DTensor whose result ``value`` is, if it has not been waited for."""
+    if isinstance(value, AsyncCollectiveTensor):
+        value.trigger_wait()
 
 
 def forget_meshes() -> None:

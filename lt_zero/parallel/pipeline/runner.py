@@ -316,6 +316,9 @@ class Runner(ProcessLocal):
         try:
             yield
         except BaseException:
+            # Stages keep the outputs of micro-batches without a backward. The hooks of their graphs refer to the
+            # engine, and it to this: a cycle through C++, which would keep the run's connections and threads for ever.
+            self._schedules.clear()
             if self.transfers is not None:
                 self.transfers.close()
             raise
