@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -171,6 +172,25 @@ def open_first(opened: Callable[[Any, Any, bool | None, bool], Any]) -> None:
     for module, name in _LOADING:
         if getattr(sys.modules.get(module), name, None) is known:
             setattr(sys.modules[module], name, asking(module == _LOADING[-1][0]))
+
+
+def load_within(context: Callable[[Any, dict[str, Any]], AbstractContextManager[None]]) -> None:
+    """Let ``load_from_checkpoint`` make its module inside of ``context(cls, checkpoint)``. Idempotent.
+
+    A version of Lightning without that function, or that loads in another way, goes on as before.
+    """
+    saving = sys.modules.get(_LOADING[-1][0])
+    known = getattr(saving, "_load_state", None)
+    if known is None or getattr(known, "has_context", False):
+        return
+
+    @functools.wraps(known)
+    def load(cls: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        with context(cls, checkpoint):
+            return known(cls, checkpoint, *args, **kwargs)
+
+    load.has_context = True  # type: ignore[attr-defined]
+    saving._load_state = load  # type: ignore[union-attr]
 
 
 def module_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | None, kwargs: dict[str, Any]) -> Any:
