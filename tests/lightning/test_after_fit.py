@@ -13,11 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import rank_zero_only
 from safetensors.torch import save_model
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from lt_zero.common.compat import log_graph_by
 from tests.support.lightning_tools import GPT, assert_same, sharded_trainer, weights
 from tests.support.matrix import only
 from tests.support.pool import Pool
@@ -151,6 +153,12 @@ def _sharded(folder: str) -> None:
     trainer = sharded_trainer(3, **OPTIONS)
     trainer.fit(module)
     assert_same(weights(trainer), _fitted(3, False, ""))
+
+
+def test_the_logger_of_fast_dev_run_traces_nothing() -> None:
+    logger = DummyLogger()
+    log_graph_by(logger, lambda: pytest.fail("it was not asked for a graph"))
+    logger.log_graph(None)
 
 
 def test_a_sharded_module_after_a_fit(pool: Pool, tmp_path: Any) -> None:

@@ -232,7 +232,8 @@ def log_graph_by(logger: Any, function: Callable[[], object] | None) -> None:
     """Let a logger that traces the module when a run begins call ``function`` instead; None: let it trace."""
     if isinstance(vars(logger).get("log_graph"), _InsteadOfGraph):
         del logger.log_graph
-    if function is not None and getattr(logger, "_log_graph", False):
+    # That of ``fast_dev_run`` has an attribute of every name, a function.
+    if function is not None and getattr(logger, "_log_graph", False) is True:
         logger.log_graph = _InsteadOfGraph(function)
 
 
