@@ -143,6 +143,8 @@ def logged_step(trainer: Any) -> int:
 _LOAD = ("lightning.fabric.utilities.cloud_io", "_load")
 _LOADING = (_LOAD, ("lightning.fabric.plugins.io.torch_io", "pl_load"), ("lightning.pytorch.core.saving", "pl_load"))
 
+_MAKES_MODULE = ("lightning.pytorch.core.saving", "_load_state")
+
 
 def open_first(opened: Callable[[Any, Any, bool | None, bool], Any]) -> None:
     """Let Lightning ask ``opened`` for a checkpoint before it opens a file. Idempotent.
@@ -179,8 +181,8 @@ def load_within(context: Callable[[Any, dict[str, Any]], AbstractContextManager[
 
     A version of Lightning without that function, or that loads in another way, goes on as before.
     """
-    saving = sys.modules.get(_LOADING[-1][0])
-    known = getattr(saving, "_load_state", None)
+    module, name = _MAKES_MODULE
+    known = getattr(sys.modules.get(module), name, None)
     if known is None or getattr(known, "has_context", False):
         return
 
@@ -190,7 +192,7 @@ def load_within(context: Callable[[Any, dict[str, Any]], AbstractContextManager[
             return known(cls, checkpoint, *args, **kwargs)
 
     load.has_context = True  # type: ignore[attr-defined]
-    saving._load_state = load  # type: ignore[union-attr]
+    setattr(sys.modules[module], name, load)
 
 
 def module_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | None, kwargs: dict[str, Any]) -> Any:
