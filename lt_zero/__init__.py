@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -146,6 +148,14 @@ def _open_directory(*arguments: Any) -> Any:
     return importlib.import_module("lt_zero.lightning.load").open_directory(*arguments)
 
 
+def _loading(cls: type, checkpoint: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Context in which Lightning makes a module of a checkpoint, which may be one of ours; as ``_open_directory``."""
+    if "lt_zero" not in checkpoint:
+        return nullcontext()
+    made: AbstractContextManager[None] = importlib.import_module("lt_zero.lightning.load").taking_plain_names(cls)
+    return made
+
+
 def _is_command() -> bool:
     """True if this process is ``lt-zero`` or ``python -m lt_zero.cli``, which need no strategies."""
     program = sys.argv[0].replace("\\", "/").rsplit("/", 1)[-1] if sys.argv else ""
@@ -155,5 +165,6 @@ def _is_command() -> bool:
 if not _is_command():
     importlib.import_module("lt_zero.lightning.names").register_strategies()
     importlib.import_module("lt_zero.common.compat").open_first(_open_directory)
+    importlib.import_module("lt_zero.common.compat").load_within(_loading)
     if "lightning.pytorch.cli" in sys.modules:  # finds "class_path: ZeroStrategy" among the classes that are loaded
         importlib.import_module("lt_zero.lightning.strategy")

@@ -189,7 +189,8 @@ class Engine(ProcessLocal):
         self._forwards = self._hook_model()  # handles of its own hooks, by which it runs the model
         self._of_parts: list[Any] = [] if training else self._hook_parts()  # handles
         self.attached = True  # it has the model's parameters
-        self._left: dict[Bucket, Tensor] = {}  # digests of buckets when it has left the model to other code
+        self._left: list[Bucket] = []  # the buckets that it has left to other code
+        self._digests: list[Tensor] = []  # their digests then; empty: steps were incomplete
 
     def _hook_model(self) -> list[Any]:
         """Hook the model, its units, and parameters that belong to no layer; returns the handles."""
@@ -237,7 +238,8 @@ class Engine(ProcessLocal):
         """
         if self.shards_parameters or self._rests:
             return
-        self._left = {bucket: digest_of(bucket.flat) for bucket in self._whole_buckets()} if complete else {}
+        self._left = self._whole_buckets()
+        self._digests = [digest_of(bucket.flat) for bucket in self._left] if complete else []
         for handle in [*self._forwards, *self._of_parts]:
             handle.remove()
         self._forwards = []
@@ -252,19 +254,21 @@ class Engine(ProcessLocal):
         found = [bucket for bucket in self.buckets if bucket.group is self.peers and not bucket.sharding.params]
         return [bucket for bucket in found if all(span.spec.is_whole for span in bucket.layout.spans)]
 
-    def find_changed_apart(self) -> list[Bucket]:
-        """The buckets that other code has changed since ``rest``, not alike on all ranks. Collective."""
-        buckets = list(self._left)
+    def find_changed_apart(self, incomplete: bool = False) -> list[Bucket]:
+        """The buckets that other code has changed since ``rest``, not alike on all ranks. Collective.
+
+        ``incomplete``: also those that differ now, if steps were incomplete, so that nobody knows who changed them.
+        """
         mine: list[tuple[int, bool]] = []
-        if buckets:
-            now = torch.stack([digest_of(bucket.flat) for bucket in buckets]).tolist()
-            before = torch.stack(list(self._left.values())).tolist()
+        if self._left and (self._digests or incomplete):
+            now = torch.stack([digest_of(bucket.flat) for bucket in self._left]).tolist()
+            before = torch.stack(self._digests).tolist() if self._digests else [None] * len(now)
             mine = [(one, one != other) for one, other in zip(now, before, strict=True)]
         told = self.peers.host_gather(mine, "digests of weights")
         if any(len(rows) != len(mine) for rows in told):
             return []  # an error has ended the run of some rank
         found = []
-        for bucket, *rows in zip(buckets, *told, strict=True):
+        for bucket, *rows in zip(self._left if mine else [], *told, strict=True):
             if any(changed for _, changed in rows) and len({digest for digest, _ in rows}) > 1:
                 found.append(bucket)
         return found
@@ -274,7 +278,8 @@ class Engine(ProcessLocal):
         if self._rests:
             self._forwards = self._hook_model()
             self._of_parts = [] if self.training else self._hook_parts()
-            self._left = {}
+            self._left = []
+            self._digests = []
 
     @property
     def running(self) -> bool:

@@ -298,7 +298,7 @@ def take_over_assigned(engine: Engine) -> None:
             "before training starts, or make a new model, with weights that `trainer.strategy.export(path)` has "
             "written; to change values, copy them inside `lt_zero.gathered(parameter, write=True)`."
         )
-    differ = engine.find_changed_apart()
+    differ = engine.find_changed_apart(incomplete=True)
     given = set[int]().union(*(some for some, _ in told))
     for number, bucket in enumerate(engine.buckets):
         if number in given or bucket in differ:

@@ -73,7 +73,7 @@ def load_from_checkpoint(
             f"{path} was saved with save_frozen=false: {names} are not in it. Pass strict=False, and load them from "
             "their original source."
         )
-    with _taking_plain_names(cls):
+    with taking_plain_names(cls):
         module: Module = module_from_checkpoint(cls, checkpoint, strict, kwargs)
     read_now(module)
     return module.to(map_location) if map_location is not None else module
@@ -156,11 +156,14 @@ def _device(map_location: Any) -> torch.device:
 
 
 @contextmanager
-def _taking_plain_names(cls: type[pl.LightningModule]) -> Iterator[None]:
+def taking_plain_names(cls: type[pl.LightningModule]) -> Iterator[None]:
     """Context in which ``load_state_dict`` of the class takes the names of files, which have those of no wrapper.
 
-    Lightning makes the module and calls it, so the class is changed: there is no module before.
+    Lightning makes the module and calls it, so the class is changed: there is no module before. No-op for data modules.
     """
+    if not issubclass(cls, pl.LightningModule):
+        yield
+        return
     own, known = vars(cls).get("load_state_dict"), cls.load_state_dict
 
     def load(module: pl.LightningModule, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

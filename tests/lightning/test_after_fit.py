@@ -13,11 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import rank_zero_only
 from safetensors.torch import save_model
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from lt_zero.common.compat import log_graph_by
 from tests.support.lightning_tools import GPT, assert_same, sharded_trainer, weights
 from tests.support.matrix import only
 from tests.support.pool import Pool
@@ -130,6 +132,27 @@ def _goes_on(module: GPT, stage: int, zero: dict[str, Any]) -> None:
             assert any((found[0][name] != value).any() for name, value in first[0].items())
 
 
+class Fails(pl.Callback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        raise ValueError("on all ranks")
+
+
+def _failed() -> None:
+    """After an error, too, what each rank has then changed by itself gives way to the values of rank 0."""
+    module = GPT(dist.get_world_size())
+    trainer = sharded_trainer(2, callbacks=[Fails()], **OPTIONS)
+    with pytest.raises(ValueError, match="on all ranks"):
+        trainer.fit(module)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1 * dist.get_rank())
+    first: list[Any] = [_plain(module)]
+    dist.broadcast_object_list(first)
+    trainer.fit_loop.max_epochs = 0
+    trainer.fit(module)
+    assert_same(_plain(module), first[0], 0, 0)
+
+
 def _sharded(folder: str) -> None:
     """Where weights are not in memory, conversions that change something are errors, as is an optimizer of torch's."""
     module, callback = GPT(dist.get_world_size()), SavesNothing()
@@ -153,8 +176,18 @@ def _sharded(folder: str) -> None:
     assert_same(weights(trainer), _fitted(3, False, ""))
 
 
+def test_the_logger_of_fast_dev_run_traces_nothing() -> None:
+    logger = DummyLogger()
+    log_graph_by(logger, lambda: pytest.fail("it was not asked for a graph"))
+    logger.log_graph(None)
+
+
 def test_a_sharded_module_after_a_fit(pool: Pool, tmp_path: Any) -> None:
     pool.run(2, _sharded, str(tmp_path))
+
+
+def test_a_module_after_a_fit_that_failed(pool: Pool) -> None:
+    pool.run(2, _failed)
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:

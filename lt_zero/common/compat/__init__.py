@@ -42,6 +42,7 @@ from lt_zero.common.compat.of_lightning import asked_precision as asked_precisio
 from lt_zero.common.compat.of_lightning import counts_batches as counts_batches
 from lt_zero.common.compat.of_lightning import is_default_logger as is_default_logger
 from lt_zero.common.compat.of_lightning import is_plain_closure as is_plain_closure
+from lt_zero.common.compat.of_lightning import load_within as load_within
 from lt_zero.common.compat.of_lightning import log_graph_by as log_graph_by
 from lt_zero.common.compat.of_lightning import logged_step as logged_step
 from lt_zero.common.compat.of_lightning import module_from_checkpoint as module_from_checkpoint

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -142,6 +143,8 @@ def logged_step(trainer: Any) -> int:
 _LOAD = ("lightning.fabric.utilities.cloud_io", "_load")
 _LOADING = (_LOAD, ("lightning.fabric.plugins.io.torch_io", "pl_load"), ("lightning.pytorch.core.saving", "pl_load"))
 
+_MAKES_MODULE = ("lightning.pytorch.core.saving", "_load_state")
+
 
 def open_first(opened: Callable[[Any, Any, bool | None, bool], Any]) -> None:
     """Let Lightning ask ``opened`` for a checkpoint before it opens a file. Idempotent.
@@ -171,6 +174,25 @@ def open_first(opened: Callable[[Any, Any, bool | None, bool], Any]) -> None:
     for module, name in _LOADING:
         if getattr(sys.modules.get(module), name, None) is known:
             setattr(sys.modules[module], name, asking(module == _LOADING[-1][0]))
+
+
+def load_within(context: Callable[[Any, dict[str, Any]], AbstractContextManager[None]]) -> None:
+    """Let ``load_from_checkpoint`` make its module inside of ``context(cls, checkpoint)``. Idempotent.
+
+    A version of Lightning without that function, or that loads in another way, goes on as before.
+    """
+    module, name = _MAKES_MODULE
+    known = getattr(sys.modules.get(module), name, None)
+    if known is None or getattr(known, "has_context", False):
+        return
+
+    @functools.wraps(known)
+    def load(cls: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        with context(cls, checkpoint):
+            return known(cls, checkpoint, *args, **kwargs)
+
+    load.has_context = True  # type: ignore[attr-defined]
+    setattr(sys.modules[module], name, load)
 
 
 def module_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | None, kwargs: dict[str, Any]) -> Any:
@@ -212,7 +234,8 @@ def log_graph_by(logger: Any, function: Callable[[], object] | None) -> None:
     """Let a logger that traces the module when a run begins call ``function`` instead; None: let it trace."""
     if isinstance(vars(logger).get("log_graph"), _InsteadOfGraph):
         del logger.log_graph
-    if function is not None and getattr(logger, "_log_graph", False):
+    # That of ``fast_dev_run`` has an attribute of every name, a function.
+    if function is not None and getattr(logger, "_log_graph", False) is True:
         logger.log_graph = _InsteadOfGraph(function)
 
 
