@@ -1,4 +1,4 @@
-"""What a resume cannot repeat, as far as a loader shows it when a run begins."""
+"""Reasons why a resume will not repeat a loader, as far as the loader shows them when a run begins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 
 def inexact(loader: object, parts: Mapping[str, Any], stateful: bool) -> Iterator[str]:
-    """What a run that resumes in this training loader will not repeat; nothing for most loaders.
+    """Find what a run that resumes in this training loader will not repeat; nothing for most loaders.
 
     Args:
         loader: the user's.

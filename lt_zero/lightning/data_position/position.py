@@ -292,7 +292,7 @@ class DataPosition:
         ]
         requests = [s["request"]["states"] for s in states]
         asked = [RandomStates.of(request, where) for request in requests if request is not None]
-        self._pending = {**own, "loaders": [Place.of(packed, where) for packed in own["loaders"]]}
+        self._pending = {**own, "loaders": [LoaderPlace.of(packed, where) for packed in own["loaders"]]}
         self._upcoming, self._loaded = deque(upcoming), own
         assert self._trainer is not None
         loop = self._trainer.fit_loop
@@ -389,7 +389,7 @@ def _check(state: Any, where: str) -> None:
     wrong += [] if state.get("states") else ["states"]
     wrong += [] if {"epoch", "states"} <= (state.get("request") or {}).keys() else ["request"]
     for loader in state.get("loaders") or []:
-        wrong += Place.faults(loader)
+        wrong += LoaderPlace.faults(loader)
     if wrong or state["consumed"] < 0:
         raise CheckpointError(
             f"{where}: {', '.join(dict.fromkeys(wrong)) or 'the count of batches'} cannot be read. The checkpoint is "
@@ -478,8 +478,8 @@ def tracked(loader: object, open: Callable[[Make], Iterator[Any]]) -> object | N
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a loader is before a batch."""
+class LoaderPlace:
+    """The place of a loader before a batch."""
 
     start: RandomStates | None  # at the start of the pass
     generators: list[Tensor]  # of the user, at the start of the pass
@@ -503,7 +503,7 @@ class Place:
         return packed
 
     @classmethod
-    def of(cls, packed: dict[str, Any], where: str) -> Place:
+    def of(cls, packed: dict[str, Any], where: str) -> LoaderPlace:
         """Restore from ``state_dict`` without ``faults``. Raises: CheckpointError."""
         start, witness = packed["start"], packed["witness"]
         read = {
@@ -533,11 +533,11 @@ class Place:
 
 
 class Moment(NamedTuple):
-    """What a run has to go back to before a combined batch of all loaders."""
+    """A point before a combined batch of all loaders, to which a resumed run can go back."""
 
     states: RandomStates
     served: int  # batches of the epoch before it
-    places: list[Place]
+    places: list[LoaderPlace]
 
 
 class LoaderPosition:
@@ -612,15 +612,15 @@ class LoaderPosition:
 
     # ---- saving and restoring ------------------------------------------------------------------------------------
 
-    def place(self, with_state: bool = True) -> Place:
-        """Where the loader is.
+    def place(self, with_state: bool = True) -> LoaderPlace:
+        """The place of the loader before the next batch.
 
         ``with_state``: also ask a loader that resumes by itself for its state.
         """
         state = self._loaded
         if with_state and state is None and self.stateful and self.openings > 0:  # else asking would begin a pass
             state = copy.deepcopy(self.loader.state_dict())
-        return Place(
+        return LoaderPlace(
             start=self.start,
             generators=self.generators,
             generators_now=self._generator_states(),
@@ -636,7 +636,7 @@ class LoaderPosition:
             witness=self.witness,
         )
 
-    def resume(self, place: Place, new_epoch: bool) -> None:
+    def resume(self, place: LoaderPlace, new_epoch: bool) -> None:
         """Make the next pass begin at ``place``, or a new epoch after it; changes the random states."""
         assert self.make is not None
         # Both count batches: what was served is compared with Lightning's counters, which are scaled, too.
@@ -664,7 +664,7 @@ class LoaderPosition:
         self._set_generators(place.generators_now)
         self._epochs.restore(place.epochs_now)
 
-    def _resume_pass(self, place: Place, count: int, state: Any) -> None:
+    def _resume_pass(self, place: LoaderPlace, count: int, state: Any) -> None:
         """Restore a pass after its first ``count`` batches."""
         assert place.start is not None
         assert self.make is not None
@@ -686,7 +686,7 @@ class LoaderPosition:
         self._resumed.append(self._or_next_pass(batches) if self.cycled else batches)
 
     @contextmanager
-    def _repeated_order(self, place: Place) -> Generator[None, None, None]:
+    def _repeated_order(self, place: LoaderPlace) -> Generator[None, None, None]:
         """Context in which samplers that Lightning has wrapped draw the order of the pass each time they are opened.
 
         torchdata's loaders open them several times to restore a state, and each would be another order.
@@ -725,7 +725,7 @@ class LoaderPosition:
 
     @property
     def skips_indices(self) -> bool:
-        """Whether batches are passed by without loading them: a map-style dataset in this process."""
+        """True if batches are passed by without loading them: a map-style dataset in this process."""
         plain = isinstance(self.loader, DataLoader) and type(self.loader).__iter__ is DataLoader.__iter__
         return plain and self.loader.num_workers == 0 and not isinstance(self.loader.dataset, IterableDataset)
 
@@ -832,7 +832,7 @@ class Feed:
 
 
 def is_stateful(loader: object) -> bool:
-    """Whether a loader resumes by itself."""
+    """True if a loader resumes by itself."""
     return callable(getattr(loader, "state_dict", None)) and hasattr(loader, "load_state_dict")
 
 
