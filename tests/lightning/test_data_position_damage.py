@@ -104,6 +104,9 @@ def _augmenting() -> Any:
 
 
 def test_another_seed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    _saved.cache_clear()
+    _saved(new_loader)
     monkeypatch.setenv("PL_GLOBAL_SEED", "5")
     with pytest.warns(UserWarning, match="without seed_everything, and this run is one with seed 5"):
         _resumed_from(lambda states: states, tmp_path)
