@@ -511,7 +511,7 @@ class LoaderPlace:
 
     start: RandomStates | None  # at the start of the pass
     own: dict[str, Any]  # private state at the start of the pass
-    own_now: dict[str, Any]  # inside of a pass only what ``OwnState.take(inside=True)`` returns
+    own_now: dict[str, Any]  # where the pass goes on, ``OwnState.take`` may have left out what it sets
     epochs: dict[str, int]  # at the start of the pass
     epochs_now: dict[str, int]
     fetched: int
@@ -631,19 +631,22 @@ class LoaderPosition:
 
     # ---- saving and restoring ------------------------------------------------------------------------------------
 
-    def place(self, complete: bool = True) -> LoaderPlace:
+    def place(self, complete: bool = True, goes_on: bool = False) -> LoaderPlace:
         """The place of the loader before the next batch.
 
-        ``complete``: a run may resume from it. Else what only a resume needs is left out, as taking it has a cost: the
-        private state, and that of a loader that resumes by itself.
+        Args:
+            complete: a run may resume from it. Else what only a resume needs is left out, as taking it has a cost: the
+                private state, and that of a loader that resumes by itself.
+            goes_on: the next batch is of the same pass, if this has not ended; else the next pass may begin.
         """
         state = self._loaded
         if complete and state is None and self.stateful and self.openings > 0:  # else asking would begin a pass
             state = copy.deepcopy(self.loader.state_dict())
+        inside = goes_on and self.fetched > 0 and not self.exhausted
         return LoaderPlace(
             start=self.start,
             own=self.own_start,
-            own_now=self.own.take(inside=self.fetched > 0 and not self.exhausted) if complete else {},
+            own_now=self.own.take(inside) if complete else {},
             epochs=self.epochs,
             epochs_now=self._epochs.state_dict(),
             fetched=self.fetched,
@@ -857,7 +860,7 @@ class Feed:
 
     def remember(self, first_of_window: bool) -> None:
         """A combined batch will be read."""
-        places = [position.place(complete=first_of_window) for position in self.positions]
+        places = [position.place(first_of_window, goes_on=True) for position in self.positions]
         self.recent.append(Moment(RandomStates.now(), self.served, places))
 
     def fetching(self, position: LoaderPosition) -> None:
