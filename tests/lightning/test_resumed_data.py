@@ -13,16 +13,11 @@ from tests.support.resumes import CASES, differences, differences_of_a_second_re
 POINTS = ["b1", "b2", "b4", "b6", "b9", "b12", "e0", "e1"]
 FAST = {  # the points of the fast suite, by loader
     "three lengths": ["b6"],
-    "three lengths, windows": ["b8"],
-    "stateful, windows": ["b2", "e0"],
-    "stateful stream": ["b2", "e0"],
-    "stateful, combined": ["b3"],
-    "epoch of a callback": ["b8", "e0"],
-    "epoch of a callback, max_steps": ["e0"],
-    "max_size": ["e0"],
+    "weighted beside stateful": ["b3", "e0"],
+    "stateful stream": ["b2"],
+    "epoch of a callback": ["e0"],
     "max_size_cycle, stream last": ["e0"],
-    "min_size": ["e1"],
-    "reloaded": ["b3", "e1"],
+    "reloaded": ["b3"],
 }
 
 TWICE = ["shuffled", "three lengths, windows", "stateful, windows", "epoch of a callback", "weighted, windows"]

@@ -56,7 +56,7 @@ class StatePlace(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What a walk over the attributes of a loader has found.
+    """Findings of a walk over the attributes of a loader.
 
     ``hidden``: paths of state that cannot be saved. ``parts``: samplers, datasets, and what can be told the epoch, by
     path; the loader itself has the empty path.
