@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import itertools
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,8 +25,33 @@ class Shuffling(Stream):
     """Decides its order by the generator that dropout draws from."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        for _ in range(self.count):
-            yield torch.rand(WIDTH)
+        left = list(range(self.count))
+        while left:
+            yield torch.full((WIDTH,), left.pop(int(torch.randint(len(left), ()))) / self.count)
+
+
+class Augmenting(Stream):
+    """Draws random numbers with every sample, which do not decide the order."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for row in super().__iter__():
+            yield row + torch.rand(())
+
+
+class Once:
+    """A loader that can be read once."""
+
+    def __init__(self) -> None:
+        self.left = 8
+
+    def __iter__(self) -> Once:
+        return self
+
+    def __next__(self) -> Tensor:
+        if self.left == 0:
+            raise StopIteration
+        self.left -= 1
+        return torch.ones(2, WIDTH)
 
 
 @functools.cache
@@ -49,8 +75,8 @@ def _resumed_from(states: Any, tmp_path: Path, loader: Callable[[], Any] = new_l
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        (lambda: new_loader(Shuffling()), r"DataLoader\(Shuffling\) draws random numbers of this process \(torch\)"),
-        (lambda: range(8), "range cannot be tracked"),
+        (lambda: new_loader(Shuffling()), r"DataLoader\(Shuffling\) was read again .* the order of its samples is not"),
+        (lambda: range(8), "The position in the training loaders cannot be restored: range cannot be tracked"),
     ],
     ids=["shuffles", "no object"],
 )
@@ -64,14 +90,53 @@ def test_what_cannot_be_repeated_is_told(loader: Callable[[], Any], message: str
     fit(Any_(loader), 1, callbacks=[Saver(tmp_path, "batch")], max_epochs=1)
     trainer = new_trainer(max_epochs=1)
     with pytest.warns(UserWarning, match=message):
-        trainer.fit(Any_(loader), ckpt_path=tmp_path / "2.ckpt")
+        trainer.fit(Any_(loader), ckpt_path=tmp_path / "4.ckpt")
 
 
 def test_nothing_is_told_of_what_is_repeated(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as told:
-        for case in ("shuffled", "iterable", "dict"):
-            _resumed_from(lambda states: states, tmp_path, CASES[case])
-    assert not [str(warning.message) for warning in told if "training loader" in str(warning.message)]
+        for loader in (CASES["shuffled"], CASES["iterable"], CASES["dict"], _augmenting):
+            _resumed_from(lambda states: states, tmp_path, loader)
+    wrong = ("training loader", "not resumable", "seed_everything")
+    assert not [str(warning.message) for warning in told if any(text in str(warning.message) for text in wrong)]
+
+
+def _augmenting() -> Any:
+    return new_loader(Augmenting())
+
+
+def test_another_seed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    _saved.cache_clear()
+    _saved(new_loader)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "5")
+    with pytest.warns(UserWarning, match="without seed_everything, and this run is one with seed 5"):
+        _resumed_from(lambda states: states, tmp_path)
+
+
+def _persistent() -> Any:
+    return new_loader(num_workers=1, persistent_workers=True)
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (Once, "The training loader Once can be read once only"),
+        (lambda: range(8), "The training loader range cannot be tracked"),
+        (_persistent, r"DataLoader\(Noisy\) keeps its workers"),
+    ],
+    ids=["once", "no object", "persistent workers"],
+)
+def test_what_a_resume_will_not_repeat_is_told_when_a_run_begins(loader: Callable[[], Any], message: str) -> None:
+    class Any_(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch if isinstance(batch, Tensor) else torch.ones(2, WIDTH), batch_idx)
+
+    trainer = new_trainer(max_epochs=1, limit_train_batches=1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(Any_(loader))
+    assert len([True for warning in told if re.search(message, str(warning.message))]) == 1
 
 
 def test_a_place_that_cannot_be_saved_is_told_at_the_start() -> None:
@@ -106,20 +171,6 @@ def test_values_of_an_epoch_that_is_cut_are_told(tmp_path: Path) -> None:
     assert trainer.global_step == 6  # all batches of the epoch
 
 
-def test_checkpoints_of_the_first_versions_are_read(tmp_path: Path) -> None:
-    def older(states: Any) -> Any:
-        for state in states:
-            state["full"] = False
-            for name in ("rest", "window", "logged"):
-                del state[name]
-            for loader in state["loaders"]:
-                loader["generators"] = [saved["state"] for saved in loader.pop("own").values()]
-                loader["generators_now"] = [saved["state"] for saved in loader.pop("own_now").values()]
-        return states
-
-    _resumed_from(older, tmp_path, CASES["own generator"])
-
-
 def _spoil(*path: Any, value: Any = None) -> Callable[[Any], Any]:
     def change(states: Any) -> Any:
         place = states
@@ -138,10 +189,12 @@ def _spoil(*path: Any, value: Any = None) -> Callable[[Any], Any]:
         lambda states: 3,
         _spoil(0, value="x"),
         _spoil(0, "version", value=7),
-        _spoil(0, "back", value=-1),
+        _spoil(0, "consumed", value=-1),
+        _spoil(0, "request", value={}),
         _spoil(0, "ended", value=None),
-        _spoil(0, "now", value={}),
-        _spoil(0, "now", "torch", value=torch.zeros(3)),
+        _spoil(0, "states", value=[]),
+        _spoil(0, "states", 0, value={}),
+        _spoil(0, "states", 0, "torch", value=torch.zeros(3)),
         _spoil(0, "states", 0, "python", "words", value=torch.zeros(5, dtype=torch.int64)),
         _spoil(0, "states", 0, "python", "words", value=torch.full((625,), -1)),
         _spoil(0, "states", 0, "numpy", "words", value=torch.full((624,), 2**40)),
@@ -156,6 +209,8 @@ def _spoil(*path: Any, value: Any = None) -> Callable[[Any], Any]:
         _spoil(0, "rest", value="x"),
         _spoil(0, "window", value=None),
         _spoil(0, "logged", value={}),
+        _spoil(0, "loaders", 0, "epochs", value={"sampler": "x"}),
+        _spoil(0, "loaders", 0, "witness", value=3),
     ],
 )
 def test_damaged_states_are_named(change: Callable[[Any], Any], tmp_path: Path) -> None:

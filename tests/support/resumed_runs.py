@@ -203,3 +203,23 @@ def check_resumes(
             begin = len(whole.events) - len(model.events)
         assert model.events == whole.events[begin:], f"{point}: other events"
         assert got == want, f"{point}: another end"
+
+
+def check_a_save_in_the_rest(
+    folder: Path, make: Callable[[], Recorded], point: str, again: str, **options: Any
+) -> None:
+    """A run that is resumed from a run that was itself resumed, and that saved before it read a batch.
+
+    Args:
+        point: where the first run saves.
+        again: where the resumed run saves, while it does what was left of the iteration.
+    """
+    whole, saver = make(), Saver(folder, [point])
+    want = run(whole, 1, [saver], **options)
+    second, resaver = make(), Saver(folder / "again", [again])
+    run(second, 2, [resaver], folder / f"{point}.ckpt", **options)
+    assert not [event for event in second.events[: resaver.reached[again]] if event[0] == "batch"]
+    model = make()
+    got = run(model, 3, [], folder / "again" / f"{again}.ckpt", **options)
+    assert model.events == whole.events[saver.reached[point] + resaver.reached[again] :], f"{point}, {again}: events"
+    assert got == want, f"{point}, {again}: another end"

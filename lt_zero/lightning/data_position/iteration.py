@@ -44,13 +44,10 @@ def correct_counters(trainer: pl.Trainer, state: dict[str, Any]) -> None:
     """Set Lightning's counters to what was trained on, before its loops read them.
 
     Args:
-        state: of ``DataPosition``. What checkpoints did not have at first is added.
+        state: of ``DataPosition``.
     """
     loop = trainer.fit_loop
     batches: Any = loop.epoch_loop.batch_progress
-    if "rest" not in state:
-        state["rest"] = None if state["ended"] else rest_of(trainer)
-        state["window"] = not state["ended"] and batches.current.processed > state["consumed"]
     if state["ended"]:
         position = batches.current.processed
     else:
@@ -69,7 +66,7 @@ def do_rest(trainer: pl.Trainer, state: dict[str, Any]) -> None:
     Args:
         state: of ``DataPosition``.
     """
-    loops, rest = TrainingLoops(trainer), cast("Rest | None", state["rest"])
+    loops, rest = TrainingLoops(trainer), cast(Rest, state["rest"])
     epochs: Any = trainer.fit_loop.epoch_progress
     if rest == "begin":
         for tracker in (epochs.total, epochs.current):
@@ -90,7 +87,7 @@ def do_rest(trainer: pl.Trainer, state: dict[str, Any]) -> None:
             loops.in_epoch()
         loops.continue_epoch()
         return
-    if rest is None or (rest == "nothing" and state["counted"]):  # ``None``: saved before this was written
+    if rest == "nothing" and state["counted"]:
         _set_epochs(trainer, processed=0, completed=0)
     elif rest == "epoch":
         _set_epochs(trainer, processed=0, completed=-1)

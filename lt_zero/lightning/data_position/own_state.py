@@ -6,6 +6,7 @@ Note [Private state]
     of the loader, through wrappers (Lightning puts one around each sampler of the user), containers, closures, and
     generators that are global variables of the sampler's methods. It is saved twice: as it was at the begin of the
     pass, from which the order of the pass follows, and as it is now, from which that of the next pass follows.
+    The same walk finds the parts of a loader: samplers and datasets, also those that others wrap.
 
     Counters and orders are saved where they have changed in the run: others, such as the number of a rank, belong to
     the process. They are looked for in samplers, in iterable data sets, and in loaders that are no DataLoader; the
@@ -26,8 +27,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 DEEPEST, MOST = 7, 2000  # attributes of attributes, and objects, that are looked at
 LONGEST = 1 << 18  # elements of an order that is saved
@@ -36,6 +38,7 @@ _OPEN = ("torch.utils.data", "lightning.fabric.utilities.distributed", "lightnin
 _CLOSED = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "threading", "logging"}
 _NUMPY = {"MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"}  # generators of bits
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_PARTS = (DataLoader, Dataset, Sampler, _DatasetSamplerWrapper)
 _PLAIN = (type(None), bool, float, complex, str, bytes, Tensor, np.ndarray, np.generic, ModuleType, type, nn.Module)
 
 
@@ -52,30 +55,50 @@ class StatePlace(NamedTuple):
     orders: bool
 
 
+class Walk(NamedTuple):
+    """Findings of a walk over the attributes of a loader.
+
+    ``hidden``: paths of state that cannot be saved. ``parts``: samplers, datasets, and what can be told the epoch, by
+    path; the loader itself has the empty path.
+    """
+
+    places: list[StatePlace]
+    hidden: list[str]
+    parts: dict[str, Any]
+
+
 class OwnState:
-    """The private state of one loader. See Note [Private state].
+    """The private state of one loader, and its parts. See Note [Private state].
 
     Args:
         loader: the user's.
-        stateful: whether it saves and restores itself: then only generators in their usual places are looked for.
+        stateful: whether it saves and restores itself: then only generators are looked for.
     """
 
     def __init__(self, loader: Any, stateful: bool) -> None:
         self._loader, self._stateful = loader, stateful
-        found, self.hidden = self._look()
+        found, self.hidden, self.parts = self._look()
+        self._inside: list[StatePlace] | None = None  # what is taken inside of the present pass
         changing = [place for place in found if _changes(place.value)]
         self._first = {place.path: _digest(place.value) for place in changing}
         self._same = {place.path: place.value for place in changing}  # held, so that no other object gets its ID
         self.too_long: list[str] = []  # orders that have changed, but are too long to be saved
 
-    def generators_of_samples(self) -> bool:
-        """True if generators are left that draw for samples, not for their order."""
-        return any(isinstance(place.value, _GENERATORS) and not place.orders for place in self._look()[0])
+    def take(self, inside: bool = False) -> dict[str, Any]:
+        """The state now, as plain containers and tensors.
 
-    def take(self) -> dict[str, Any]:
-        """The state now, as plain containers and tensors."""
+        ``inside``: of a pass that has begun. Counters and orders are left out, as the repeated pass sets them; the
+        attributes are looked at once in a pass, as this is done before each step.
+        """
         taken: dict[str, Any] = {}
-        for place in self._look()[0]:
+        if not inside:
+            self._inside = None
+            places = self._look().places
+        elif self._inside is None:
+            places = self._inside = [place for place in self._look().places if not _changes(place.value)]
+        else:
+            places = [place._replace(value=_present(place)) for place in self._inside]
+        for place in places:
             if isinstance(place.value, _GENERATORS):
                 taken[place.path] = _packed(place.value)
             elif _changes(place.value):
@@ -97,7 +120,7 @@ class OwnState:
             samples_only: only generators that draw for samples.
             state_dicts: also by ``load_state_dict`` of samplers.
         """
-        places = {place.path: place for place in self._look(taken)[0]}
+        places = {place.path: place for place in self._look(taken).places}
         for path, state in taken.items():
             place = places.get(path)
             if place is None or (samples_only and (place.orders or state["kind"] == "value")):
@@ -118,19 +141,19 @@ class OwnState:
 
     # ---- the walk ------------------------------------------------------------------------------------------------
 
-    def _look(self, expected: Any = ()) -> tuple[list[StatePlace], list[str]]:
-        """All pieces of state, and paths of those that cannot be saved.
+    def _look(self, expected: Any = ()) -> Walk:
+        """Walk over the attributes of the loader, the nearest first.
 
         Args:
             expected: paths of generators that may be None so far: they are made with the first pass.
         """
         found: list[StatePlace] = []
         hidden: list[str] = []
+        parts: dict[str, Any] = {"": self._loader}
         seen = {id(self._loader)}
         waiting = [(path, key, value, self._loader, 1) for path, key, value in self._roots()]
         loads = isinstance(self._loader, DataLoader)
-        if not self._stateful:
-            found += [place for place in _values("", self._loader) if not loads or place.key not in _attributes()]
+        found += [place for place in _values("", self._loader) if not loads or place.key not in _attributes()]
         for path, key, value, owner, depth in _breadth_first(waiting):
             orders = not path.startswith(("dataset", "collate_fn")) or isinstance(
                 getattr(self._loader, "dataset", None), IterableDataset
@@ -146,25 +169,26 @@ class OwnState:
             if id(value) in seen or not _is_open(value) or len(seen) > MOST:
                 continue
             seen.add(id(value))
+            if isinstance(value, _PARTS) or callable(getattr(type(value), "set_epoch", None)):
+                parts[path] = value
             sampler = path.startswith(_FIRST[1:]) or (not loads and not path.startswith("dataset"))
             if sampler and _has_state_dict(value):
                 found.append(StatePlace(path, owner, key, value, orders))
             elif (sampler or (path == "dataset" and orders)) and not type(value).__module__.startswith(_OPEN):
                 found += _values(path, value)
-            if depth < DEEPEST and not self._stateful:
+            if depth < DEEPEST:
                 waiting += [
                     (f"{path}.{name}", name, child, value, depth + 1) for name, child in _children(value, sampler)
                 ]
-            elif self._stateful and depth < 3 and path in ("sampler", "batch_sampler", "batch_sampler.sampler"):
-                names = ("generator", "sampler")
-                waiting += [(f"{path}.{n}", n, getattr(value, n, None), value, depth + 1) for n in names]
-        return [place for place in found if not (self._stateful and not isinstance(place.value, _GENERATORS))], hidden
+        if self._stateful:
+            found = [place for place in found if isinstance(place.value, (*_GENERATORS, type(None)))]
+        return Walk(found, hidden, parts)
 
     def _roots(self) -> list[tuple[str, str, Any]]:
         attributes = getattr(self._loader, "__dict__", {})
         names = [name for name in _FIRST if getattr(self._loader, name, None) is not None]
-        if not self._stateful:
-            names += [n for n in attributes if n not in _FIRST and not n.startswith(("__", "_DataLoader", "_iterator"))]
+        hidden = "_" if self._stateful else ("__", "_DataLoader", "_iterator")  # else its present pass would be found
+        names += [name for name in attributes if name not in _FIRST and not name.startswith(hidden)]
         return [(name, name, getattr(self._loader, name, None)) for name in names]
 
 
@@ -214,6 +238,13 @@ def _globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for name in function.__code__.co_names:
         if isinstance(value := function.__globals__.get(name), _GENERATORS):
             yield name, value
+
+
+def _present(place: StatePlace) -> Any:
+    """The value of an attribute now, where that can be read again and is of the same kind."""
+    attributes = place.owner if isinstance(place.owner, dict) else getattr(place.owner, "__dict__", {})
+    value = attributes.get(place.key)
+    return value if type(value) is type(place.value) else place.value
 
 
 def _is_empty(cell: Any) -> bool:

@@ -25,10 +25,24 @@ Note [Repeating a pass]
     A pass over a loader is repeated from the random states that it began with: the sampler draws the same order and the
     workers get the same seeds. For a map-style dataset in this process only indices are skipped; random numbers that
     samples draw do not matter, as the states are set afterwards. In workers (whose generators advance with their
-    samples) and for iterable datasets, batches are loaded and dropped. A dataset may draw its order from this process'
-    generators between batches (``torch.randperm``, beside a model with dropout on the CPU). Such an order cannot be
-    repeated, and a warning says so. A dataset that shuffles with a private
-    generator of unknown seed cannot be detected.
+    samples) and for iterable datasets, batches are loaded and dropped. An order that depends on random numbers drawn
+    between batches (``torch.randperm``, beside a model with dropout on the CPU), or on a generator that was not found,
+    cannot be repeated. The last batch that is read again shows it: a warning says that it is another one than before.
+    Private state of samplers and data is restored twice: to repeat the pass as it was when the pass began, and then as
+    it was before the batch to go on from (see own_state.py).
+
+Note [Loaders that resume by themselves]
+    Loaders with ``state_dict`` and ``load_state_dict`` (torchdata's, for example) are asked for their state before each
+    batch from which a resumed run may go on, and get it back right before the pass is opened, with the epoch that their
+    sampler had. Lightning saves the state after batches that it has read ahead, and restores it before the epoch is set
+    and only inside of an epoch. A state of a pass that has ended is passed by: the next pass follows it. A loader that
+    has opened no pass is not asked, since torchdata's would draw a seed.
+
+Note [Epochs that begin after a resume]
+    A run that was not interrupted reads the first batch of an epoch after the hooks ``on_train_epoch_start``, in which
+    users tell datasets the epoch. If the number of batches is unknown, Lightning reads it at set-up when it resumes,
+    before these hooks and before it tells samplers the epoch. So the loaders show Lightning no batch at set-up, are
+    restored when training starts, and are opened again where the run that was not interrupted opens them.
 
 Note [Resuming with another batch size]
     With another world size or batch size the position is counted in samples of all ranks, rounded up to full batches:
@@ -40,26 +54,37 @@ from __future__ import annotations
 import copy
 import inspect
 import operator
+import os
+import re
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import lightning.pytorch as pl
-from torch import Tensor
+from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.users_code import warn
+from lt_zero.lightning.data_position.epochs import Epochs
+from lt_zero.lightning.data_position.inexact import inexact
 from lt_zero.lightning.data_position.iteration import RESTS, correct_counters, do_rest, rest_of
 from lt_zero.lightning.data_position.logged import EpochValues, are_values, restore_values, saved_values
 from lt_zero.lightning.data_position.own_state import LONGEST, OwnState, are_states
 from lt_zero.lightning.data_position.random_state import RandomStates, own_or_derived
+from lt_zero.lightning.data_position.request import LoaderRequest
+from lt_zero.lightning.data_position.witness import Witness, digest
 
 POSITION = "lt_zero_progress"
-_VERSION = 1
+_VERSION = 2
 Make = Callable[[], Iterator[Any]]
 
 
@@ -76,9 +101,13 @@ class DataPosition:
         self._started = False  # whether on_train_start was called
         self._before_validation: RandomStates | None = None  # of training, during validation
         self._loaded: dict[str, Any] | None = None  # until training starts
-        self._pending: dict[str, Any] | None = None  # the saved position, until it is restored
+        self._pending: list[LoaderPlace] | None = None  # the saved position, until it is restored
         self._upcoming: deque[RandomStates] = deque()  # see Note [When random states are set]
-        self._ahead: RandomStates | None = None  # after batches that were read before training started
+        self._ahead: RandomStates | None = None  # after batches that a resumed run has read before training starts
+        self._new_epoch = False  # whether a resumed run goes on with an epoch that had not begun
+        self._request = LoaderRequest()
+        self._told: set[str] = set()  # warnings of this run
+        self._hidden: Any = None  # the filter of a warning of Lightning's
         self._has_metrics = False  # whether the module has objects of torchmetrics
         self._values: EpochValues | None = None  # logged, before the batches that a resume would repeat
         self._same_ranks = True  # whether as many ranks have saved what is loaded
@@ -90,6 +119,8 @@ class DataPosition:
         if self._over:
             self._feed.live, self._over = False, False
             self._reset(trainer)
+            self._request.watch(trainer)
+        # All of an accumulation window, one that Lightning reads ahead, and the read that finds no other.
         if trainer.accumulate_grad_batches + 2 > (self._feed.recent.maxlen or 0):
             self._feed.recent = deque(self._feed.recent, maxlen=trainer.accumulate_grad_batches + 2)
 
@@ -102,7 +133,10 @@ class DataPosition:
             return untracked(loader)
         self.watch(trainer)
         if trainer.training:
-            return self._feed.add(loader, ranks)
+            clone = self._feed.add(loader, ranks)
+            if trainer.is_global_zero:
+                self._tell_inexact(loader)
+            return clone
         feed, plain = self._feed, untracked(loader)
 
         def open(make: Make) -> Iterator[Any]:
@@ -111,6 +145,17 @@ class DataPosition:
         clone = tracked(plain, open)
         return plain if clone is None else clone  # not `or`: bool() calls len(), which some loaders lack
 
+    def _tell_inexact(self, loader: object) -> None:
+        """Warn, once in a run, of what a resume will not repeat in a loader."""
+        plain = untracked(loader)
+        reasons = list(inexact(plain, OwnState(plain, is_stateful(plain)), is_stateful(plain)))
+        if _name(plain) in self._feed.untracked:
+            reasons.append("cannot be tracked: a resumed run may see samples of the epoch twice. Use a DataLoader")
+        for text in (f"The training loader {_name(plain)} {reason}." for reason in reasons):
+            if text not in self._told:
+                self._told.add(text)
+                warn(text, UserWarning)
+
     def start(self) -> None:
         """Training begins. Collective in a run that is resumed; see Note [The rest of an iteration]."""
         assert self._trainer is not None
@@ -118,6 +163,9 @@ class DataPosition:
         self._has_metrics = any(isinstance(child, Metric) for child in self._trainer.lightning_module.modules())
         state, self._loaded = self._loaded, None
         if state is not None:
+            self._request.restore_schedule()
+            if not self._feed.untracked:
+                self._hide_advice()
             if state["consumed"] and not state["ended"]:
                 self._scale_counters(state)
             self._restore_logged(state)
@@ -128,11 +176,11 @@ class DataPosition:
         self._upcoming.clear()
         self._ahead = None
         if state is not None:
+            if self._new_epoch:
+                self._begin_epoch()
+            elif state["rest"] == "begin" and self._pending is not None:
+                self._restore_pending()  # before hooks that tell samplers the epoch
             do_rest(self._trainer, state)
-            if state["ended"] and self._pending is not None:
-                # Before hooks that set the epoch of samplers.
-                for position, saved in zip(self._feed.positions, state["loaders"], strict=False):
-                    position.begin_epoch(saved)
 
     def begin_batch(self) -> None:
         """A batch is trained on next."""
@@ -141,6 +189,28 @@ class DataPosition:
         batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
         if (batches.ready - 1) % window == 0:
             self._values = EpochValues.now(self._trainer, copies=window > 1 and self._has_metrics)
+
+    def _hide_advice(self) -> None:
+        """Hide, until the first batch, Lightning's warning that a loader is not resumable: here it resumes exactly."""
+        text = "You're resuming from a checkpoint that ended before the epoch ended"
+        warnings.filterwarnings("ignore", re.escape(text), PossibleUserWarning)
+        self._hidden = warnings.filters[0]
+
+    def _show_advice(self) -> None:
+        if self._hidden in warnings.filters:
+            cast(list[Any], warnings.filters).remove(self._hidden)
+        self._hidden = None
+
+    def _begin_epoch(self) -> None:
+        """Restore the loaders for an epoch that begins. See Note [Epochs that begin after a resume]."""
+        assert self._trainer is not None
+        loop = self._trainer.fit_loop
+        self._feed.closed = False
+        if self._pending is not None:
+            self._restore_pending()
+        loop._resuming_from_checkpoint = False  # Lightning opens the loaders again
+        if type(loop._data_fetcher) is _PrefetchDataFetcher:
+            loop._data_fetcher.__class__ = _OpenedLater
 
     def before_validation(self) -> None:
         if self._before_validation is None:
@@ -154,44 +224,55 @@ class DataPosition:
     def finish(self) -> None:
         """The run has ended; its position can still be saved."""
         self._feed.live, self._over = False, True
+        self._request.release()
+        self._show_advice()
         for position in self._feed.positions:
             position.make = None
 
     def _before_batch(self) -> None:
+        if self._started and self._hidden is not None:
+            self._show_advice()
         self.after_validation()  # Lightning does not end a validation that it fast-forwards
         if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self._restore(pending)
+            self._restore_pending()
         if not self._started and self._upcoming:
             self._upcoming.popleft().apply()
-        self._feed.recent.append(RandomStates.now())
+        assert self._trainer is not None
+        self._feed.remember(first_of_window=self._feed.served % self._trainer.accumulate_grad_batches == 0)
 
     def _after_batch(self) -> None:
-        if not self._started:
+        if not self._started and self._loaded is not None:
             self._ahead = RandomStates.now()
 
     # ---- saving --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's states as plain containers and tensors. Draws no random number."""
+        if self._loaded is not None:
+            return self._loaded  # nothing was trained since
         now, feed = self._before_validation or RandomStates.now(), self._feed
         consumed, repeats, ended, counted = self._consumed()
-        back = open_window = 0  # micro-batches of an incomplete accumulation window are repeated
+        again: list[Moment] = []  # from the first batch that a resumed run reads again
+        open_window = 0  # micro-batches of an incomplete accumulation window are repeated
         if self._trainer is not None and not ended and not _reads_itself(self._trainer):
             open_window = consumed % self._trainer.accumulate_grad_batches
-            back = min(max(0, feed.served - consumed + open_window), len(feed.recent))
-        states = [*list(feed.recent)[len(feed.recent) - back :], *([] if repeats or open_window else [now])]
+            again = [moment for moment in feed.recent if moment.served >= consumed - open_window]
+        # Before its first batch a resumed run may not have restored its loaders yet.
+        places = again[0].places if again else self._pending or [position.place() for position in feed.positions]
+        for position in feed.positions:
+            position.tell_too_long()
+        states = [*(moment.states for moment in again), *([] if again and (repeats or open_window) else [now])]
         return {
             "version": _VERSION,
             "states": [state.state_dict() for state in states[:2]],  # one at set-up and one when training starts
-            "now": now.state_dict(),
-            "back": back,
             "consumed": consumed - open_window,
             "ended": ended,
             "counted": counted,
             "window": open_window > 0,
             **self._rest(consumed - open_window, repeats or open_window > 0, ended, counted),
-            "loaders": [position.state_dict() for position in feed.positions],
+            "loaders": [place.state_dict() for place in places],
+            "request": self._request.state_dict(),
+            "seed": _seed(),
         }
 
     def _rest(self, position: int, repeats: bool, ended: bool, counted: bool) -> dict[str, Any]:
@@ -210,11 +291,14 @@ class DataPosition:
             return 0, False, False, False
         loop = self._trainer.fit_loop
         batches, epochs = loop.epoch_loop.batch_progress, cast(Any, loop.epoch_progress.current)
+        counted = epochs.processed == epochs.ready > 0
         current: Any = batches.current
         complete = current.ready == current.started == current.processed
         consumed = current.processed if complete else current.completed
         ended = complete and (batches.is_last_batch or consumed >= self._trainer.num_training_batches)
-        return consumed, current.ready > consumed, bool(ended and consumed), epochs.processed == epochs.ready > 0
+        # An iterable beside a loader with a length may end earlier than Lightning has counted.
+        ended = ended or (counted and loop._data_fetcher is not None and loop._data_fetcher.done)
+        return consumed, current.ready > consumed, bool(ended and consumed), counted
 
     # ---- restoring -----------------------------------------------------------------------------------------------
 
@@ -238,16 +322,32 @@ class DataPosition:
             own_or_derived([RandomStates.of(s["states"][i], where) for s in states if i < len(s["states"])], rank)
             for i in range(len(own["states"]))
         ]
-        loaders = [{**p, "start": p["start"] and RandomStates.of(p["start"], where)} for p in own["loaders"]]
-        self._pending = {**own, "loaders": loaders, "now": RandomStates.of(own["now"], where)}
-        self._upcoming, self._loaded = deque(upcoming), own
+        requests = [s["request"]["states"] for s in states]
+        asked = [RandomStates.of(request, where) for request in requests if request is not None]
+        self._pending = [LoaderPlace.of(packed, where) for packed in own["loaders"]]
+        self._upcoming = deque(upcoming)
+        self._loaded = {**own, "states": [found.state_dict() for found in upcoming]}
         self._same_ranks = len(states) == ranks
         assert self._trainer is not None
+        loop = self._trainer.fit_loop
         correct_counters(self._trainer, own)
+        self._new_epoch = own["ended"] or (own["counted"] and not own["consumed"])
+        self._feed.closed = self._new_epoch
+        loop._combined_loader_states_to_load = []  # the positions have them, of the moments to go on from
+        self._request.repeat(own["request"]["epoch"], own_or_derived(asked, rank) if asked else None)
+        if rank == 0 and own["seed"] != _seed():
+            seeds = own["seed"], _seed()
+            told = ["without seed_everything" if seed is None else f"with seed {seed}" for seed in seeds]
+            warn(
+                f"The checkpoint is of a run {told[0]}, and this run is one {told[1]}. Random states are those of "
+                "the checkpoint, but Lightning's DistributedSampler shuffles by the seed: samples may be seen twice or "
+                "not at all. Call seed_everything as the saved run did to go on like the run that was not interrupted.",
+                UserWarning,
+            )
 
     def _restore_logged(self, state: dict[str, Any]) -> None:
         """Restore logged values. Warns about those of the epoch that cannot be restored."""
-        if (saved := state.get("logged")) is None:
+        if (saved := state["logged"]) is None:
             return
         assert self._trainer is not None
         lost = restore_values(self._trainer, saved, self._same_ranks)
@@ -280,17 +380,20 @@ class DataPosition:
             for name in ("ready", "started", "processed", "completed"):
                 setattr(tracker, name, max(0, getattr(tracker, name) + shift))
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def _restore_pending(self) -> None:
         """Restore the saved position, without changing the random states."""
-        assert self._trainer is not None
-        back = state["back"]
-        ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        unusable = not self._started or _reads_itself(self._trainer)  # Lightning's counter is too early or too late
-        new_epoch = state["ended"] if unusable else ready == 0 and back == 0
+        assert self._pending is not None
+        places, self._pending = self._pending, None
         before = RandomStates.now()
-        for position, saved in zip(self._feed.positions, state["loaders"], strict=False):
-            position.resume(saved, None if new_epoch else back, state["now"])
+        for position, place in zip(self._feed.positions, places, strict=False):
+            position.resume(place, self._new_epoch)
         before.apply()
+
+
+def _seed() -> int | None:
+    """The seed of ``seed_everything``, from which Lightning makes those of its samplers."""
+    text = os.environ.get("PL_GLOBAL_SEED", "")
+    return int(text) if text.lstrip("-").isdigit() else None
 
 
 def _reads_itself(trainer: pl.Trainer) -> bool:
@@ -301,7 +404,7 @@ def _reads_itself(trainer: pl.Trainer) -> bool:
 def _check(state: Any, where: str) -> None:
     """Raises: CheckpointError."""
     kinds: dict[type[Any], tuple[str, ...]]
-    kinds = {list: ("states", "loaders"), int: ("back", "consumed"), bool: ("ended", "counted")}
+    kinds = {list: ("states", "loaders"), int: ("consumed",), bool: ("ended", "counted", "window"), dict: ("request",)}
     if not isinstance(state, dict) or state.get("version") != _VERSION:
         found = state.get("version") if isinstance(state, dict) else type(state).__name__
         raise CheckpointError(
@@ -309,22 +412,13 @@ def _check(state: Any, where: str) -> None:
             f"{POSITION!r} from the checkpoint to resume without it."
         )
     wrong = [name for kind, names in kinds.items() for name in names if not isinstance(state.get(name), kind)]
-    if "rest" in state:  # not in checkpoints of the first versions
-        wrong += ["rest"] if state["rest"] not in RESTS or not isinstance(state.get("window"), bool) else []
-        wrong += ["logged"] if state.get("logged") is not None and not are_values(state["logged"]) else []
-    lists = {"generators", "generators_now"}  # of the first versions
-    numbers = ("fetched", "served", "openings", "unit")
+    wrong += [] if state.get("states") else ["states"]
+    wrong += [] if state.get("rest") in RESTS else ["rest"]
+    wrong += [] if "logged" in state and (state["logged"] is None or are_values(state["logged"])) else ["logged"]
+    wrong += [] if {"epoch", "states"} <= (state.get("request") or {}).keys() else ["request"]
     for loader in state.get("loaders") or []:
-        fields = loader if isinstance(loader, dict) else {}
-        counts = all(isinstance(fields.get(name), int) and fields[name] >= 0 for name in numbers)
-        own = {"own", "own_now"} if "own" in fields else lists
-        if not counts or fields["unit"] < 1 or not {"start", "epoch", "cycled", "exhausted", *own} <= fields.keys():
-            wrong.append("loaders")
-        elif "own" in fields:
-            wrong += [name for name in ("own", "own_now") if not are_states(fields[name])]
-        elif not all(isinstance(g, Tensor) for name in lists for g in fields[name]):
-            wrong.append("generators")
-    if wrong or state["back"] < 0 or state["consumed"] < 0:
+        wrong += LoaderPlace.faults(loader)
+    if wrong or state["consumed"] < 0:
         raise CheckpointError(
             f"{where}: {', '.join(dict.fromkeys(wrong)) or 'the count of batches'} cannot be read. The checkpoint is "
             f"damaged. Remove the key {POSITION!r} from it to resume without the position in the data."
@@ -341,7 +435,7 @@ class LazyIterator(ProcessLocal):
         self,
         make: Make,
         before: Callable[[], object],
-        after: Callable[[], object] = lambda: None,
+        after: Callable[[Any], object] = lambda batch: None,
         at_end: Callable[[], object] = lambda: None,
     ) -> None:
         self._make, self._before, self._after, self._at_end = make, before, after, at_end
@@ -359,8 +453,19 @@ class LazyIterator(ProcessLocal):
         except StopIteration:
             self._at_end()
             raise
-        self._after()
+        self._after(batch)
         return batch
+
+
+class _OpenedLater(_PrefetchDataFetcher):
+    """A fetcher that has read nothing at set-up. It is opened by Lightning, or by the first read."""
+
+    def __iter__(self) -> _PrefetchDataFetcher:
+        self.__class__ = _PrefetchDataFetcher  # type: ignore[assignment]
+        return iter(self)
+
+    def __next__(self) -> Any:
+        return next(iter(self))
 
 
 class _Tracked:
@@ -400,12 +505,74 @@ def tracked(loader: object, open: Callable[[Make], Iterator[Any]]) -> object | N
     return cast(object, clone)
 
 
+@dataclass(frozen=True)
+class LoaderPlace:
+    """The place of a loader before a batch."""
+
+    start: RandomStates | None  # at the start of the pass
+    own: dict[str, Any]  # private state at the start of the pass
+    own_now: dict[str, Any]  # where the pass goes on, ``OwnState.take`` may have left out what it sets
+    epochs: dict[str, int]  # at the start of the pass
+    epochs_now: dict[str, int]
+    fetched: int
+    served: int
+    openings: int
+    unit: int
+    cycled: bool
+    exhausted: bool
+    state: Any  # of a loader that resumes by itself; None: it has none, or was not asked
+    witness: Witness | None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain containers and tensors, and what the loader's own state has."""
+        packed = {field.name: getattr(self, field.name) for field in fields(self)}
+        packed["start"] = self.start.state_dict() if self.start is not None else None
+        packed["witness"] = self.witness.state_dict() if self.witness is not None else None
+        return packed
+
+    @classmethod
+    def of(cls, packed: dict[str, Any], where: str) -> LoaderPlace:
+        """Restore from ``state_dict`` without ``faults``. Raises: CheckpointError."""
+        start, witness = packed["start"], packed["witness"]
+        read = {
+            "start": RandomStates.of(start, where) if start is not None else None,
+            "witness": Witness.of(witness, where) if witness is not None else None,
+        }
+        return cls(**{**packed, **read})
+
+    @classmethod
+    def faults(cls, packed: Any) -> list[str]:
+        """Names of what cannot be read."""
+        if not isinstance(packed, dict) or packed.keys() != {field.name for field in fields(cls)}:
+            return ["loaders"]
+        numbers = [packed[name] for name in ("fetched", "served", "openings", "unit")]
+        if not all(isinstance(number, int) and number >= 0 for number in numbers) or packed["unit"] < 1:
+            return ["loaders"]
+        if wrong := [name for name in ("own", "own_now") if not are_states(packed[name])]:
+            return wrong
+        maps = [packed["epochs"], packed["epochs_now"]]
+        if not all(isinstance(found, dict) and all(isinstance(e, int) for e in found.values()) for found in maps):
+            return ["epochs"]
+        witness = packed["witness"]
+        if witness is not None and not (isinstance(witness, dict) and isinstance(witness.get("digest"), int)):
+            return ["witness"]
+        return []
+
+
+class Moment(NamedTuple):
+    """A point before a combined batch of all loaders, to which a resumed run can go back."""
+
+    states: RandomStates
+    served: int  # batches of the epoch before it
+    places: list[LoaderPlace]
+
+
 class LoaderPosition:
     """The position in one training loader, and the random states that the current pass began with."""
 
     def __init__(self, feed: Feed, loader: Any, world: int) -> None:
         self._feed, self.loader = feed, loader
-        self.stateful = callable(getattr(loader, "state_dict", None)) and hasattr(loader, "load_state_dict")
+        self.stateful = is_stateful(loader)
         sizes = [getattr(x, "batch_size", None) for x in (loader, getattr(loader, "batch_sampler", None))]
         size = next((size for size in sizes if isinstance(size, int) and size > 0), 1)
         self.unit = world * size  # samples of all ranks in a batch
@@ -413,196 +580,232 @@ class LoaderPosition:
         self.start: RandomStates | None = None  # at the start of the pass
         self.own = OwnState(loader, self.stateful)
         self.own_start: dict[str, Any] = {}  # at the start of the pass
+        self.epochs: dict[str, int] = {}  # at the start of the pass
         self.fetched = 0  # batches in the pass
         self.served = 0  # batches in the epoch, over several passes
         self.cycled = False  # whether the loader has ended in this epoch
         self.exhausted = False  # whether the pass has ended
         self.openings = 0  # passes with the same workers
+        self.witness: Witness | None = None
+        self._before: RandomStates | None = None  # the read that is under way
+        self._epochs = Epochs(self.own.parts)
         self._resumed: list[Iterator[Any]] = []
-        self._begun = False  # whether the private state for a new epoch was restored
+        self._loaded: Any = None  # the state that a stateful loader was given, until it is read
+        self._set_up = False  # whether Lightning has opened it
 
     def open(self, make: Make) -> Iterator[Any]:
         feed = self._feed
         if not feed.live:
             return make()
         self.make = make
+        if feed.closed and self._set_up:
+            return make()  # the user's hooks read it before training starts
+        self._set_up = True
         feed.opening(self)
         return LazyIterator(self._begin, *(partial(tell, self) for tell in (feed.fetching, feed.fetched, feed.ended)))
 
     def _begin(self) -> Iterator[Any]:
         """The iterator of a new pass, or of the restored one."""
         self.exhausted = False
-        if self._resumed:
-            return self._resumed.pop(0)
+        return self._resumed.pop(0) if self._resumed else self._new_pass()
+
+    def _new_pass(self) -> Iterator[Any]:
         assert self.make is not None
         self.start, self.own_start, self.fetched = RandomStates.now(), self.own.take(), 0
+        self.epochs, self.witness = self._epochs.state_dict(), None
         self.openings += 1
         return self.make()
 
+    def reading(self) -> None:
+        """The next batch will be read."""
+        if not self.skips_indices and not self.stateful:
+            self._before = RandomStates.now()
+
+    def given(self, batch: Any) -> None:
+        """A batch was read."""
+        self.fetched += 1
+        self.served += 1
+        self._loaded = None
+        if self._before is not None:
+            self.witness, self._before = Witness(digest(batch), self._before), None
+
     # ---- saving and restoring ------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        counters = ("fetched", "served", "cycled", "exhausted", "openings", "unit")
-        own_now = self.own.take()
-        if self.own.too_long:
-            longest, self.own.too_long = ", ".join(sorted(set(self.own.too_long))), []
-            self._warn(
-                f"changes {longest} in place, which is too long for a checkpoint (more than {LONGEST} elements): a "
-                "resumed run will have another order"
-            )
-        return {
-            **{name: getattr(self, name) for name in counters},
-            "start": self.start.state_dict() if self.start is not None else None,
-            "own": self.own_start,
-            "own_now": own_now,
-            "epoch": getattr(getattr(self.loader, "sampler", None), "epoch", None),
-        }
-
-    def resume(self, state: dict[str, Any], back: int | None, target: RandomStates) -> None:
-        """Make the next pass begin at the saved position; changes the random states.
+    def place(self, complete: bool = True, goes_on: bool = False) -> LoaderPlace:
+        """The place of the loader before the next batch.
 
         Args:
-            state: from ``state_dict``; ``start`` is a RandomStates.
-            back: number of batches before the saved position that are read again; None: begin a new epoch.
-            target: random states that will be set later, to detect an order that cannot be repeated.
+            complete: a run may resume from it. Else what only a resume needs is left out, as taking it has a cost: the
+                private state, and that of a loader that resumes by itself.
+            goes_on: the next batch is of the same pass, if this has not ended; else the next pass may begin.
         """
+        state = self._loaded
+        if complete and state is None and self.stateful and self.openings > 0:  # else asking would begin a pass
+            state = copy.deepcopy(self.loader.state_dict())
+        inside = goes_on and self.fetched > 0 and not self.exhausted
+        return LoaderPlace(
+            start=self.start,
+            own=self.own_start,
+            own_now=self.own.take(inside) if complete else {},
+            epochs=self.epochs,
+            epochs_now=self._epochs.state_dict(),
+            fetched=self.fetched,
+            served=self.served,
+            openings=self.openings,
+            unit=self.unit,
+            cycled=self.cycled,
+            exhausted=self.exhausted,
+            state=state,
+            witness=self.witness,
+        )
+
+    def resume(self, place: LoaderPlace, new_epoch: bool) -> None:
+        """Make the next pass begin at ``place``, or a new epoch after it; changes the random states."""
         assert self.make is not None
-        counts = (max(0, int(state[name]) - back) if back is not None else 0 for name in ("fetched", "served"))
         # Both count batches: what was served is compared with Lightning's counters, which are scaled, too.
-        count, served = (-(-count * int(state["unit"]) // self.unit) for count in counts)
+        count, served = (-(-count * place.unit // self.unit) for count in (place.fetched, place.served))
+        if new_epoch:
+            count, served = 0, 0
         workers = bool(getattr(self.loader, "persistent_workers", False))
-        if workers and int(state["openings"]) > min(count, 1):
+        if workers and place.openings > min(count, 1):
             self._warn("keeps its workers (persistent_workers=True), whose random numbers start over")
             # Start the workers now, so that the pass draws no seed for them.
-            self._make_beside()
-        if back is None and self.stateful and state["fetched"]:
-            # Consume the state of the pass that has ended.
-            self._make_beside()
-        if back is not None and state["cycled"]:
+            self.make()
+        self.openings, self.served = min(place.openings, 1), served
+        state = place.state if place.unit == self.unit else None
+        if not new_epoch and place.cycled:
             self._resumed.append(iter(()))  # shows Lightning's CombinedLoader the end of this loader again
-            self.cycled = True
-        self.openings = min(int(state["openings"]), 1)
-        self.served = served
-        start = state["start"]
-        if back is not None and state["exhausted"]:
+            self.cycled, self.exhausted = True, place.exhausted
+        if count > 0 and place.start is not None and not place.exhausted:
+            self._resume_pass(place, count, state)
             return
-        own, own_now = self._own_of(state)
-        if back is None or (count == 0 and back == 0):
-            self.begin_epoch(state)
-        else:
-            self.own.set(own)
-        if count > 0 and start is not None:
-            self.start, self.own_start, self.fetched = start, own, count
-            # Lightning sets the epoch after it reads ahead, and counts an epoch that max_steps ended.
-            set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
-            if isinstance(state["epoch"], int) and callable(set_epoch):
-                set_epoch(state["epoch"])
-            self._resumed.append(self._repeat(state, count, back or 0, target))
-            if back == 0:
-                self.own.set(own_now, samples_only=not self.stateful)
+        if self.stateful and state is not None:
+            # The state is of a pass that was left: the next one begins after it.
+            self.loader.load_state_dict(copy.deepcopy(state))
+            self.make()
+            self._loaded = state
+        self._epochs.restore(place.epochs_now)  # may seed generators anew
+        self.own.set(place.own_now)
+        if not self.own.agrees(place.own_now):
+            self.own.set(place.own_now, state_dicts=True)
 
-    def begin_epoch(self, state: dict[str, Any]) -> None:
-        """Restore the private state that the next epoch begins with."""
-        if not self._begun:
-            self._begun = not self.stateful
-            own_now = self._own_of(state)[1]
-            self.own.set(own_now)
-            if not self.own.agrees(own_now):
-                self.own.set(own_now, state_dicts=True)
-
-    def _own_of(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The private state at the begin of the pass, and at the time of saving."""
-        if "own" in state:
-            return state["own"], state["own_now"]
-        # Checkpoints of the first versions have generators without names.
-        usual = ("generator", "sampler.generator", "batch_sampler.generator", "batch_sampler.sampler.generator")
-        paths = [path for path in usual if path in self.own.take()]
-        before, now = (
-            {path: {"kind": "torch", "state": state_of} for path, state_of in zip(paths, state[name], strict=False)}
-            for name in ("generators", "generators_now")
-        )
-        return before, now
-
-    def _make_beside(self) -> None:
-        """Make an iterator that is not read, without a change of the private state."""
+    def _resume_pass(self, place: LoaderPlace, count: int, state: Any) -> None:
+        """Restore a pass after its first ``count`` batches."""
+        assert place.start is not None
         assert self.make is not None
-        own = self.own.take()
-        self.make()
-        self.own.set(own)
+        self.start, self.own_start, self.epochs, self.fetched = place.start, place.own, place.epochs, count
+        self.witness = place.witness
+        # Lightning sets the epoch after it reads ahead, and counts an epoch that max_steps ended.
+        self._epochs.restore(place.epochs)
+        if self.stateful and state is not None:
+            self.own.set(place.own)
+            place.start.apply()
+            self.loader.load_state_dict(copy.deepcopy(state))
+            with self._repeated_order(place):
+                batches = self.make()
+            self._loaded = state
+        else:
+            batches = self._repeat(place, count)
+        self._epochs.restore(place.epochs_now)
+        # A loader that resumes by itself may draw the order as late as with its first batch.
+        self.own.set(place.own_now, samples_only=self.stateful)
+        self._resumed.append(self._or_next_pass(batches) if self.cycled else batches)
 
-    def _repeat(self, state: dict[str, Any], count: int, back: int, target: RandomStates) -> Iterator[Any]:
-        """The pass after its first ``count`` batches.
+    @contextmanager
+    def _repeated_order(self, place: LoaderPlace) -> Generator[None, None, None]:
+        """Context in which samplers that Lightning has wrapped draw the order of the pass each time they are opened.
+
+        torchdata's loaders open them several times to restore a state, and each would be another order.
+        """
+        wrappers = [part for part in self.own.parts.values() if isinstance(part, _DatasetSamplerWrapper)]
+
+        def draw(wrapper: _DatasetSamplerWrapper) -> None:
+            assert place.start is not None
+            place.start.apply()
+            self.own.set(place.own)
+            type(wrapper).reset(wrapper)
+
+        for wrapper in wrappers:
+            vars(wrapper)["reset"] = partial(draw, wrapper)
+        try:
+            yield
+        finally:
+            for wrapper in wrappers:
+                del vars(wrapper)["reset"]
+
+    def _or_next_pass(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """``batches``, or those of a new pass if there are none.
+
+        The resumed CombinedLoader has been shown an end of the loader, and would take another one for the epoch's.
+        """
+        empty = True
+        for batch in batches:
+            empty = False
+            yield batch
+        if empty:
+            yield from self._new_pass()
+
+    @property
+    def skips_indices(self) -> bool:
+        """True if batches are passed by without loading them: a map-style dataset in this process."""
+        plain = isinstance(self.loader, DataLoader) and type(self.loader).__iter__ is DataLoader.__iter__
+        return plain and self.loader.num_workers == 0 and not isinstance(self.loader.dataset, IterableDataset)
+
+    def _repeat(self, place: LoaderPlace, count: int) -> Iterator[Any]:
+        """The pass after its first ``count`` batches. See Note [Repeating a pass].
 
         Samplers with ``state_dict`` need it only if what they return was not found in their attributes. Then they may
-        expect the state of the begin of the pass, or the present one.
+        expect the state of the begin of the pass, or that of the place.
         """
-        own, own_now = self._own_of(state)
-        assert self.start is not None
-
-        def again(state_dicts: bool, batches: int, drop: bool) -> Iterator[Any]:
-            assert self.start is not None
-            self.own.set(own, state_dicts=state_dicts)
-            self.start.apply()
-            return self._skip(batches, target, drop)
-
-        drop = back > 0 and self.own.generators_of_samples()
-        state_dicts = False
-        if any(saved["kind"] == "state_dict" for saved in own_now.values()):
-            fresh = self.own.take()
-            for state_dicts in (False, True):
-                batches = again(state_dicts, count + back, drop=False)
-                if self.own.agrees(own_now):
-                    break
-            else:
-                assert self.make is not None
-                self.own.set(own_now, state_dicts=True)
-                return self.make()
-            if back == 0:
-                return batches
-            self.own.set(fresh, state_dicts=True)
-        return again(state_dicts, count, drop)
-
-    def _skip(self, count: int, target: RandomStates, drop: bool) -> Iterator[Any]:
-        """A pass after its first ``count`` batches. See Note [Repeating a pass].
-
-        Args:
-            drop: load batches and drop them, also where skipping indices would do.
-        """
+        assert place.start is not None
         assert self.make is not None
-        if self.stateful:
-            return self.make()  # restores its own position
-        plain = isinstance(self.loader, DataLoader) and type(self.loader).__iter__ is DataLoader.__iter__
-        if plain and self.loader.num_workers == 0 and not (drop or isinstance(self.loader.dataset, IterableDataset)):
+        witness = place.witness if place.unit == self.unit else None
+        for state_dicts in (False, True):
+            self.own.set(place.own, state_dicts=state_dicts)
+            place.start.apply()
+            batches, same = self._skip(count, witness)
+            if self.own.agrees(place.own_now):
+                break
+        else:
+            self.own.set(place.own_now, state_dicts=True)
+            return self.make()
+        if not same:
+            self._warn(
+                f"was read again up to the checkpoint, and batch {count} is another one now: the order of its samples "
+                "is not repeated, and samples may be seen twice or not at all in this epoch. The order depends on "
+                "random numbers that are drawn between batches, on a generator that was not found, or on other data"
+            )
+        return batches
+
+    def _skip(self, count: int, witness: Witness | None) -> tuple[Iterator[Any], bool]:
+        """A pass after its first ``count`` batches, and whether the last of these is the one that was seen before."""
+        assert self.make is not None
+        if self.skips_indices:
             loader = copy.copy(self.loader)
             name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
             items = iter(getattr(loader, name))
             # An iterator of an iterator is the same object, so it goes on where it is.
             vars(loader)[name] = items
             batches: Iterator[Any] = iter(loader)
+            witness = None
         else:
             batches = items = self.make()
-        first: RandomStates | None = None
-        for _ in range(count):
-            if next(items, self) is self:
-                return batches  # the dataset has become smaller: the epoch ends here
-            # Take the states after the first batch, which may draw the order.
-            first = first or RandomStates.now()
-        last = RandomStates.now()
-        names = sorted(first.differing(last) & last.differing(target)) if first is not None else []
-        if names:
-            self._warn(
-                f"draws random numbers of this process ({', '.join(names)}) with every batch, interleaved with those "
-                "of the model. If they decide the order of its samples, the order is not repeated, and samples may be "
-                "seen twice or not at all in this epoch"
-            )
-        return batches
+        item: Any = None
+        for number in range(1, count + 1):
+            if number == count and witness is not None:
+                witness.states.apply()
+            item = next(items, self)
+            if item is self:
+                return batches, True  # the dataset has become smaller: the epoch ends here
+        return batches, witness is None or digest(item) == witness.digest
 
-    def tell_hidden(self) -> None:
-        """Warn about state that no checkpoint can hold."""
-        if self.own.hidden and not self.stateful:
+    def tell_too_long(self) -> None:
+        """Warn about orders that a checkpoint does not have."""
+        if self.own.too_long:
+            longest, self.own.too_long = ", ".join(sorted(set(self.own.too_long))), []
             self._warn(
-                f"keeps its place in {', '.join(self.own.hidden)} (an iterator), which cannot be saved: a resumed run "
-                "will see other samples. Make it in `__iter__`, or give the loader `state_dict` and `load_state_dict`"
+                f"changes {longest} in place, which is too long for a checkpoint (more than {LONGEST} elements): a "
+                "resumed run will have another order"
             )
 
     def _warn(self, text: str) -> None:
@@ -619,7 +822,8 @@ class Feed:
         self.positions: list[LoaderPosition] = []
         self.untracked: list[str] = []  # names of loaders that cannot be tracked
         self.live = True
-        self.recent: deque[RandomStates] = deque(maxlen=2)  # before each of the last batches
+        self.closed = False  # see Note [Epochs that begin after a resume]
+        self.recent: deque[Moment] = deque(maxlen=3)  # before each of the last batches
         self._before, self._after = before, after
         self._read = False  # whether the current loaders were read
         self._last = ("", -1)  # the last event, and the ID of its loader
@@ -633,7 +837,6 @@ class Feed:
         if self._read:
             self._read, self.positions, self.untracked = False, [], []
         position = LoaderPosition(self, untracked(loader), world)
-        position.tell_hidden()
         clone = tracked(position.loader, position.open)
         if clone is None:
             self.untracked.append(_name(position.loader))
@@ -650,23 +853,38 @@ class Feed:
             self._last = ("cycle", id(position))
             return
         for other in self.positions:
-            other.cycled, other.served = False, 0
+            other.cycled = other.exhausted = False
+            other.served = other.fetched = 0
         self.recent.clear()
         self._last = ("open", id(position))
 
+    def remember(self, first_of_window: bool) -> None:
+        """A combined batch will be read."""
+        places = [position.place(first_of_window, goes_on=True) for position in self.positions]
+        self.recent.append(Moment(RandomStates.now(), self.served, places))
+
     def fetching(self, position: LoaderPosition) -> None:
+        if self.closed:
+            raise StopIteration
         if position is self.positions[0] and self._last != ("cycle", id(position)):
             self._before()
         self._last = ("fetch", id(position))
+        position.reading()
 
-    def fetched(self, position: LoaderPosition) -> None:
-        position.fetched += 1
-        position.served += 1
+    def fetched(self, position: LoaderPosition, batch: Any) -> None:
+        position.given(batch)
         self._after()
 
     def ended(self, position: LoaderPosition) -> None:
+        if self.closed:
+            return
         position.cycled = position.exhausted = True
         self._last = ("stop", id(position))
+
+
+def is_stateful(loader: object) -> bool:
+    """True if a loader resumes by itself."""
+    return callable(getattr(loader, "state_dict", None)) and hasattr(loader, "load_state_dict")
 
 
 def _name(loader: Any) -> str:

@@ -1,0 +1,53 @@
+"""A run that is resumed on two ranks is the one that was not interrupted, for each kind of loader, at each point."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.support.pool import Pool
+from tests.support.resumes import CASES, differences, differences_of_a_second_resume
+
+POINTS = ["b1", "b2", "b4", "b6", "b9", "b12", "e0", "e1"]
+FAST = {  # the points of the fast suite, by loader
+    "three lengths": ["b6"],
+    "weighted beside stateful": ["b3", "e0"],
+    "stateful stream": ["b2"],
+    "epoch of a callback": ["e0"],
+    "max_size_cycle, stream last": ["e0"],
+    "reloaded": ["b3"],
+}
+
+TWICE = ["shuffled", "three lengths, windows", "stateful, windows", "epoch of a callback", "weighted, windows"]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "workers" not in name])
+@pytest.mark.slow
+def test_every_loader_at_every_point(name: str, pool: Pool, tmp_path: Path) -> None:
+    if "torchdata" in name and importlib.util.find_spec("torchdata") is None:
+        pytest.skip("torchdata is not installed")
+    assert pool.run(2, differences, name, POINTS, tmp_path) == [[], []]
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_cover_of_them(name: str, pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, differences, name, FAST[name], tmp_path) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWICE)
+def test_a_second_resume(name: str, pool: Pool, tmp_path: Path) -> None:
+    for point in ("b2", "e0"):
+        found = pool.run(2, differences_of_a_second_resume, name, point, ["start", "b1", "b3", "e1"], tmp_path / point)
+        assert found == [[], []]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "workers" in name])
+@pytest.mark.slow
+def test_workers(name: str, tmp_path: Path) -> None:
+    """In this process: those of the pool may not have children."""
+    if "torchdata" in name and importlib.util.find_spec("torchdata") is None:
+        pytest.skip("torchdata is not installed")
+    assert not differences(name, POINTS, tmp_path)

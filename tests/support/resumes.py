@@ -1,0 +1,403 @@
+"""Runs of several ranks that are saved and resumed: the same samples, losses, rates, weights and counters, bit for bit.
+
+A table of loaders is crossed with points. "bN" is a checkpoint saved after batch N, counted over epochs; "eN" one saved
+in ``on_train_epoch_end`` of epoch N. A resumed run begins with other random states and with new loaders.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+
+from tests.support.progress_tools import WIDTH, Model, new_trainer
+
+BATCH = 2
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+class Rows(Dataset[Tensor]):
+    """Numbered rows; the first element of a row is its number, the others have noise of all three generators."""
+
+    def __init__(self, count: int, first: int = 0, noise: float = 0.05) -> None:
+        self.count, self.first, self.noise = count, first, noise
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        noise = random.random() + float(np.random.rand()) + torch.rand(()).item()
+        row = torch.full((WIDTH,), self.noise * noise)
+        row[0] = (self.first + index) / 100
+        return row
+
+
+class Noisy(Rows):
+    """Rows with noise from a generator of their own."""
+
+    def __init__(self, count: int, first: int = 0, noise: float = 0.05) -> None:
+        super().__init__(count, first, noise)
+        self.generator = np.random.default_rng(3)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return super().__getitem__(index) + self.noise * float(self.generator.normal())
+
+
+class Numbers(IterableDataset[Tensor]):
+    """Rows of unknown number, shared out among ranks and workers."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.rank, self.world = count, _rank(), _ranks()
+
+    def order(self) -> Sequence[int]:
+        return range(self.count)
+
+    def own(self) -> Sequence[int]:
+        """The numbers of this rank and worker, in order."""
+        info = torch.utils.data.get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        return self.order()[self.rank * workers + worker :: self.world * workers]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for number in self.own():
+            yield torch.full((WIDTH,), number / 100)
+
+
+class ByEpoch(Numbers):
+    """Shuffled by an epoch that the user's callback sets, as iterable datasets of Hugging Face."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def order(self) -> Sequence[int]:
+        return random.Random(7 + self._epoch).sample(range(self.count), self.count)
+
+
+class Placed(ByEpoch):
+    """One whose iterator goes on where the state of the dataset says."""
+
+    place = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        start, self.place = self.place, 0
+        for number in self.own()[start:]:
+            start += 1
+            self.place = start
+            yield torch.full((WIDTH,), number / 100)
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place, "epoch": self._epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place, self._epoch = state["place"], state["epoch"]
+
+
+class _Pass(Iterator[Any]):
+    """A pass of a loader that resumes by itself; batches that were given before are passed by at the first read."""
+
+    def __init__(self, loader: Stateful, open: Callable[[], Iterator[Any]], state: dict[str, Any] | None) -> None:
+        self.generator = loader.sampler_generator.get_state() if state is None else state["generator"]
+        loader.sampler_generator.set_state(self.generator)
+        self.given = self._behind = state["given"] if state is not None else 0
+        self.over = bool(state is not None and state["over"])
+        self._loader, self._workers = loader, loader.num_workers > 0
+        self._batches: Iterator[Any] = open() if self._workers else iter(loader.batch_sampler)  # type: ignore[arg-type]
+
+    def __next__(self) -> Any:
+        for _ in range(self._behind):
+            next(self._batches)
+        self._behind = 0
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self.over = True
+            raise
+        self.given += 1
+        return batch if self._workers else torch.stack([self._loader.dataset[index] for index in batch])
+
+
+class Stateful(DataLoader[Tensor]):
+    """A loader that resumes by itself as torchdata's: a loaded state waits for the next pass, which is lazy.
+
+    As there, asking a loader without a pass for its state begins one, and a state of a pass that is over is passed by.
+    """
+
+    _pass: _Pass | None = None
+    _loaded: dict[str, Any] | None = None
+    _begun = False
+
+    @property
+    def sampler_generator(self) -> torch.Generator:
+        """Of the order, which is no matter of the process' random states."""
+        if getattr(self.sampler, "generator", 0) is None:
+            self.sampler.generator = torch.Generator().manual_seed(1)  # type: ignore[attr-defined]
+        return getattr(self.sampler, "generator", None) or torch.Generator()
+
+    def _new_pass(self) -> _Pass:
+        state, self._loaded = self._loaded, None
+        return _Pass(self, super().__iter__, state)
+
+    def __iter__(self) -> Any:
+        if self._begun:
+            self._begun = False
+        else:
+            self._pass = self._new_pass()
+        assert self._pass is not None
+        if self._pass.over:
+            self._pass = self._new_pass()
+        return self._pass
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._pass is None:
+            self._pass, self._begun = self._new_pass(), True
+        state = {"given": self._pass.given, "over": self._pass.over, "generator": self._pass.generator}
+        return copy.deepcopy(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._pass, self._begun, self._loaded = None, False, state
+
+
+class StatefulStream(DataLoader[Tensor]):
+    """A loader of a dataset with a state, which is the loader's: its next pass goes on there."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.dataset.state_dict()}  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.dataset.load_state_dict(state["batches"])  # type: ignore[attr-defined]
+
+
+class Run(Model):
+    """A model that also remembers its losses and learning rates."""
+
+    def __init__(self, loaders: Callable[[], Any]) -> None:
+        super().__init__(loaders)
+        self.losses: list[float] = []
+        self.rates: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        given = batch if isinstance(batch, dict) else dict(enumerate(batch)) if isinstance(batch, list) else batch
+        loss = super().training_step(given, batch_idx)
+        self.losses.append(loss.item())
+        self.rates.append(float(self.trainer.optimizers[0].param_groups[0]["lr"]))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class ByEpochRun(Run):
+    """One whose data depends on the epoch in which it is asked for."""
+
+    def train_dataloader(self) -> Any:
+        draws = torch.randperm(10).tolist()  # also the random states of that moment matter
+        return rows(10, first=10 * self.trainer.current_epoch + draws[0])
+
+
+class SetEpoch(pl.Callback):
+    """Tells datasets the epoch, as users do for those of Hugging Face."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        for loader in trainer.fit_loop._combined_loader.flattened:  # type: ignore[union-attr]
+            if hasattr(loader.dataset, "set_epoch"):
+                loader.dataset.set_epoch(trainer.current_epoch)
+
+
+class SaveAt(pl.Callback):
+    """Saves at points. "start" is in ``on_train_start``, before anything is trained."""
+
+    def __init__(self, folder: Path, points: Sequence[str]) -> None:
+        self.folder, self.points = folder, points
+        self.batches: dict[str, int] = {}  # trained on, at each point
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def _save(self, trainer: pl.Trainer, point: str) -> None:
+        if point in self.points:
+            self.batches[point] = len(trainer.lightning_module.seen)  # type: ignore[arg-type]
+            trainer.save_checkpoint(self.folder / f"{point}.ckpt", weights_only=False)
+
+    def on_train_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._save(trainer, "start")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._save(trainer, f"b{len(trainer.lightning_module.seen)}")  # type: ignore[arg-type]
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._save(trainer, f"e{trainer.current_epoch}")
+
+
+def rows(per_rank: int, first: int = 0, kind: Any = DataLoader, **options: Any) -> DataLoader[Tensor]:
+    """A shuffled loader of ``per_rank`` batches."""
+    data = Rows(per_rank * BATCH * _ranks(), first, noise=options.pop("noise", 0.05))
+    return kind(data, **{"batch_size": BATCH, "shuffle": True, **options})  # type: ignore[no-any-return]
+
+
+def stream(per_rank: int, dataset: Any = Numbers, kind: Any = DataLoader, **options: Any) -> DataLoader[Tensor]:
+    """A loader of unknown length that has ``per_rank`` batches."""
+    return kind(dataset(per_rank * BATCH * _ranks()), batch_size=BATCH, **options)  # type: ignore[no-any-return]
+
+
+def weighted(per_rank: int, first: int = 0, **options: Any) -> DataLoader[Tensor]:
+    """A loader of ``per_rank`` batches, with a sampler and samples that draw from generators of their own."""
+    count = per_rank * BATCH * _ranks()
+    sampler = WeightedRandomSampler(torch.arange(1.0, 1.0 + count), count, generator=seeded())
+    kind = options.pop("kind", DataLoader)
+    return kind(Noisy(count, first), batch_size=BATCH, sampler=sampler, **options)  # type: ignore[no-any-return]
+
+
+def torchdata(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return make(*args, kind=StatefulDataLoader, **options)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of loaders, with what the Trainer needs for it."""
+
+    make: Callable[[], Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    model: type[Run] = Run
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+UNSHARDED = {"use_distributed_sampler": False}  # each rank reads all samples, in an order of its own
+CASES: dict[str, Case] = {
+    "shuffled": Case(lambda: rows(6)),
+    "shuffled by the process": Case(lambda: rows(6), UNSHARDED),
+    "three lengths": Case(lambda: [rows(4), rows(8, 30), rows(2, 60)], {"max_epochs": 2}),
+    "three lengths, windows": Case(lambda: [rows(4), rows(7, 30), rows(2, 60)], {"accumulate_grad_batches": 3}),
+    "three lengths, streams": Case(
+        lambda: [stream(4), stream(7), rows(2, 60, generator=seeded())], {**UNSHARDED, "accumulate_grad_batches": 3}
+    ),
+    "stateful": Case(lambda: rows(6, kind=Stateful)),
+    "stateful, generator": Case(lambda: rows(6, kind=Stateful, generator=seeded()), UNSHARDED),
+    "stateful, windows": Case(
+        lambda: rows(6, kind=Stateful, generator=seeded()), {**UNSHARDED, "accumulate_grad_batches": 4}
+    ),
+    "stateful, workers": Case(lambda: rows(6, kind=Stateful, num_workers=2, noise=0.0)),
+    "stateful, limited": Case(lambda: rows(9, kind=Stateful), {"limit_train_batches": 6}),
+    "stateful stream": Case(lambda: stream(6, Placed, StatefulStream)),
+    "stateful stream, windows": Case(lambda: stream(6, Placed, StatefulStream), {"accumulate_grad_batches": 4}),
+    "stateful, combined": Case(
+        lambda: CombinedLoader(
+            {"a": rows(3, kind=Stateful, generator=seeded()), "b": rows(6, 30), "c": stream(5, Placed, StatefulStream)},
+            "max_size_cycle",
+        ),
+        {**UNSHARDED, "accumulate_grad_batches": 2},
+    ),
+    "epoch of a callback": Case(lambda: stream(6, ByEpoch)),
+    "epoch of a callback, workers": Case(lambda: stream(6, ByEpoch, num_workers=2)),
+    "epoch of a callback, max_steps": Case(lambda: stream(6, ByEpoch), {"max_steps": 18, "max_epochs": -1}),
+    "max_size": Case(lambda: CombinedLoader([stream(6), rows(4, 30)], "max_size")),
+    "max_size, stream last": Case(lambda: CombinedLoader([rows(4, 30), stream(6)], "max_size")),
+    "max_size_cycle": Case(lambda: CombinedLoader([stream(6), rows(4, 30)], "max_size_cycle")),
+    "max_size_cycle, stream last": Case(lambda: CombinedLoader([rows(8, 30), stream(6)], "max_size_cycle")),
+    "min_size": Case(lambda: CombinedLoader([rows(8, 30), stream(6)], "min_size")),
+    "reloaded": Case(lambda: None, {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 5}, ByEpochRun),
+    "not reloaded": Case(lambda: None, {}, ByEpochRun),
+    "weighted": Case(lambda: weighted(6)),
+    "weighted, windows": Case(lambda: weighted(6), {"accumulate_grad_batches": 4}),
+    "weighted beside stateful": Case(
+        lambda: {"a": rows(6, kind=Stateful), "b": weighted(6, 30)}, {"accumulate_grad_batches": 2}
+    ),
+    "weighted cycles beside stateful": Case(
+        lambda: CombinedLoader([rows(6, kind=Stateful, generator=seeded()), weighted(4, 30)], "max_size_cycle"),
+    ),
+    "weighted ends beside a stream": Case(lambda: CombinedLoader([stream(6), weighted(4, 30)], "max_size")),
+    "weighted, stateful": Case(lambda: weighted(6, kind=Stateful), {"accumulate_grad_batches": 2}),
+    "torchdata": Case(lambda: torchdata(rows, 6)),
+    "torchdata, own order": Case(lambda: torchdata(rows, 6), UNSHARDED),
+    "torchdata, workers": Case(lambda: torchdata(rows, 6, num_workers=2, noise=0.0), UNSHARDED),
+    "torchdata, windows": Case(lambda: torchdata(rows, 6), {**UNSHARDED, "accumulate_grad_batches": 4}),
+    "torchdata, stream": Case(lambda: torchdata(stream, 6, Placed), {"accumulate_grad_batches": 4}),
+    "torchdata, stream, workers": Case(lambda: torchdata(stream, 6, Placed, num_workers=2)),
+    "torchdata, plain stream": Case(lambda: torchdata(stream, 6, ByEpoch)),
+    "torchdata, weighted": Case(lambda: torchdata(weighted, 6), {"accumulate_grad_batches": 2}),
+    "torchdata, weighted, own order": Case(lambda: torchdata(weighted, 6), UNSHARDED),
+    "torchdata, combined": Case(
+        lambda: {"a": torchdata(rows, 3), "b": rows(6, 30)}, {**UNSHARDED, "accumulate_grad_batches": 2}
+    ),
+}
+
+
+def fit(case: Case, seed: int, ckpt: Path | None = None, *callbacks: pl.Callback) -> dict[str, Any]:
+    """What a run has seen and computed; ``seed`` differs between ranks, as for any program that does not care."""
+    model = case.model(case.make)
+    for seeding in (torch.manual_seed, random.seed, np.random.seed):
+        seeding(seed + 17 * _rank())
+    options = {"max_epochs": 3, "num_sanity_val_steps": 0, "use_distributed_sampler": True, **case.options}
+    trainer = new_trainer(callbacks=[SetEpoch(), *callbacks], **options)
+    trainer.fit(model, ckpt_path=ckpt)
+    return {
+        "seen": model.seen,
+        "losses": model.losses,
+        "rates": model.rates,
+        "weights": {name: value.tolist() for name, value in trainer.strategy.full_state_dict().items()},  # type: ignore[attr-defined]
+        "global_step": trainer.global_step,
+        "current_epoch": trainer.current_epoch,
+    }
+
+
+def differences(name: str, points: Sequence[str], folder: Path) -> list[str]:
+    """What differs between the run that was not interrupted and its resumes; [] if nothing does."""
+    case, saver = CASES[name], SaveAt(folder, points)
+    want = fit(case, 1, None, saver)
+    found = [f"{name}: {point} was not reached" for point in points if point not in saver.batches]
+    for number, (point, batches) in enumerate(saver.batches.items()):
+        got = fit(case, 2 + number, folder / f"{point}.ckpt")
+        found += _different(case, want, got, batches, f"{name} at {point}")
+    return found
+
+
+def differences_of_a_second_resume(name: str, point: str, seconds: Sequence[str], folder: Path) -> list[str]:
+    """What differs after a resume from ``seconds`` points of a run that was itself resumed from ``point``.
+
+    There "b1" is the first batch after the first resume.
+    """
+    case, saver, second = CASES[name], SaveAt(folder, [point]), SaveAt(folder / "second", seconds)
+    want = fit(case, 1, None, saver)
+    begin = len(want["seen"]) - len(fit(case, 2, folder / f"{point}.ckpt", second)["seen"])
+    found = [f"{name}: {point} was not reached again" for point in seconds if point not in second.batches]
+    for number, (again, batches) in enumerate(second.batches.items()):
+        got = fit(case, 3 + number, folder / "second" / f"{again}.ckpt")
+        found += _different(case, want, got, begin + batches, f"{name} at {point} and {again}")
+    return found
+
+
+def _different(case: Case, want: dict[str, Any], got: dict[str, Any], batches: int, where: str) -> list[str]:
+    """How a run that was resumed after ``batches`` differs from the one that was not interrupted."""
+    window = case.options.get("accumulate_grad_batches", 1)
+    begin = len(want["seen"]) - len(got["seen"])
+    wrong = [] if batches - window < begin <= batches else [f"begins at {begin}"]
+    wrong += [key for key in ("seen", "losses", "rates") if got[key] != want[key][begin:]]
+    wrong += [key for key in ("weights", "global_step", "current_epoch") if got[key] != want[key]]
+    return [f"{where}: {', '.join(wrong)}"] if wrong else []
