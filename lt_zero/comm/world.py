@@ -55,6 +55,13 @@ _joined: weakref.WeakSet[World] = weakref.WeakSet()  # those that may be garbage
 _unused: list[list[dist.ProcessGroup]] = []  # of worlds that are gone
 
 
+def _end_interrupted() -> None:
+    """End what earlier runs have left in the middle. A function, as its variables must not keep these runs."""
+    for earlier in list(_joined):
+        for used in list(earlier.interruptible):
+            used.end_interrupted()
+
+
 class World(Ranks):
     """All ranks of a run.
 
@@ -140,9 +147,7 @@ class World(Ranks):
         grouped = dist.is_available() and dist.is_initialized()
         refuse_alone(dist.get_world_size() if grouped else 1)
         check_device(device, dist.get_world_size() if grouped else 1)
-        for earlier in list(_joined):
-            for used in list(earlier.interruptible):
-                used.end_interrupted()
+        _end_interrupted()
         if _joined:
             # Trainers of earlier runs are garbage in cycles, which Python may leave for long, with the dozens of
             # descriptors and threads of each run, and its weights.
