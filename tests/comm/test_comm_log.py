@@ -170,8 +170,8 @@ def test_times_are_from_the_launch_to_the_end_of_the_wait(pool: Pool) -> None:
     for rank, (found, outside, waited, all_) in enumerate(pool.run(2, _delayed, delay, env=SOCKETS)):
         late, hidden = found["late"], found["hidden"]
         assert 0 < late.seconds <= outside
-        assert late.seconds > outside / 2
         if rank == 0:
+            assert late.seconds > outside / 2
             assert late.seconds > delay / 2, "it waits for the late rank"
         assert late.waited == pytest.approx(late.seconds), "the caller waits all the time"
         assert delay <= hidden.seconds <= all_

@@ -75,6 +75,9 @@ def test_names_of_deepspeed_stay_lightnings_where_it_is_installed(
     monkeypatch.setattr("lightning.pytorch.strategies.StrategyRegistry", theirs)
     if installed:
         monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
+    else:  # an earlier test of this process may have made it importable
+        monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     names.register_strategies()
     assert {name: theirs[name] is entry for name, entry in before.items()} == dict.fromkeys(before, installed)
 
