@@ -149,7 +149,7 @@ def _open_directory(*arguments: Any) -> Any:
 
 
 def _loading(cls: type, checkpoint: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Context in which Lightning makes a module of a checkpoint, which may be one of ours; as ``_open_directory``."""
+    """Context in which Lightning builds a module from a checkpoint, ours or another; imported lazily for speed."""
     if "lt_zero" not in checkpoint:
         return nullcontext()
     made: AbstractContextManager[None] = importlib.import_module("lt_zero.lightning.load").taking_plain_names(cls)

@@ -171,7 +171,7 @@ def _check_resumable(target: _Target, dtype: torch.dtype | str | None, strip_pre
 
 
 def _warn_of_loss(source: CheckpointSource) -> None:
-    """Warn of what fp16, which nobody asked for, loses of weights that were not trained in it."""
+    """Warn that fp16, the default dtype of exports, loses precision if the weights were not trained in fp16."""
     kinds = sorted({str(spec.dtype) for spec in source.weights.values() if spec.dtype in _WIDER})
     if not kinds or str(getattr(source, "precision", "")).startswith("16"):
         return

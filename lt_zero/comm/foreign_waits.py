@@ -108,8 +108,10 @@ def call_of(frame: FrameType | None) -> ForeignCall | None:
         if (work := work_awaited(frame)) is not None and (operation := operation_of(work)) is not None:
             # A later work may have the place of this one in memory, but was launched after it.
             return ForeignCall(f"{_WORK}{id(work)}", sum(map(count_of_launches, process_groups())), operation)
-    except (RuntimeError, KeyError, ValueError):  # the group was destroyed meanwhile, or its backend counts nothing
-        pass
+    except (RuntimeError, KeyError, ValueError):
+        # The group was destroyed meanwhile, or its backend does not count launches. The wait then has no number, and
+        # nothing is concluded from it.
+        return None
     return None
 
 

@@ -304,7 +304,9 @@ class Engine(ProcessLocal):
     @contextmanager
     def ends_interrupted(self) -> Iterator[None]:
         """Context of calls of the model: ends those that no hook ends. See Note [Interrupted forwards]."""
-        depth, entered, opened = self._depth, self._entered, SavedWeights.count()
+        depth = self._depth
+        entered = self._entered
+        opened = SavedWeights.count()
         self._contexts += 1
         try:
             yield

@@ -184,7 +184,9 @@ class InplaceEdits:
 
         Ranks that make the same edits find the same numbers: all of them look at whole parameters.
         """
-        read, self._read, self._in_forward = self._read, {}, False
+        read = self._read
+        self._read = {}
+        self._in_forward = False
         bucket = self._bucket
         if not bucket.readable:
             return []

@@ -92,7 +92,8 @@ class FileSource(ForeignSource):
                     metadata = (file.metadata() or {}).items()
                 size = int.from_bytes(stream.read(8), "little")
                 header = parse_json(stream.read(size))
-            except (SafetensorError, OSError, ValueError, MemoryError) as error:  # the last of a size that nobody maps
+            # A header may claim a size that cannot be mapped, which is a MemoryError.
+            except (SafetensorError, OSError, ValueError, MemoryError) as error:
                 raise CheckpointError(f"{path} is damaged: {error}. Take another checkpoint.") from error
             places = {name: header[name]["data_offsets"] for name in tensors}
             records = [Record(name, 8 + size + low, high - low) for name, (low, high) in places.items()]

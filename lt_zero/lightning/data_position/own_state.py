@@ -357,7 +357,9 @@ def _packed(generator: Any) -> dict[str, Any]:
 
 def _unpack(place: StatePlace, saved: dict[str, Any]) -> None:
     """Set a generator's state; one that is None so far is made."""
-    generator, kind, state = place.value, saved["kind"], saved["state"]
+    generator = place.value
+    kind = saved["kind"]
+    state = saved["state"]
     if generator is None:
         generator = _new_generator(kind, state)
         if isinstance(place.owner, dict):

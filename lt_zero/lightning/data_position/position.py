@@ -611,7 +611,9 @@ class LoaderPosition:
 
     def _new_pass(self) -> Iterator[Any]:
         assert self.make is not None
-        self.start, self.own_start, self.fetched = RandomStates.now(), self.own.take(), 0
+        self.start = RandomStates.now()
+        self.own_start = self.own.take()
+        self.fetched = 0
         self.epochs, self.witness = self._epochs.state_dict(), None
         self.openings += 1
         return self.make()
@@ -693,7 +695,10 @@ class LoaderPosition:
         """Restore a pass after its first ``count`` batches."""
         assert place.start is not None
         assert self.make is not None
-        self.start, self.own_start, self.epochs, self.fetched = place.start, place.own, place.epochs, count
+        self.start = place.start
+        self.own_start = place.own
+        self.epochs = place.epochs
+        self.fetched = count
         self.witness = place.witness
         # Lightning sets the epoch after it reads ahead, and counts an epoch that max_steps ended.
         self._epochs.restore(place.epochs)
