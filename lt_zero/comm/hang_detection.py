@@ -422,6 +422,7 @@ class HangDetector:
                 self._reporter.read_verdict()
             verdict = self._watch.verdict
         if verdict is not None:
+            self._watch.raised = True
             if verdict not in str(error):
                 error.args = (f"{verdict} ({error})",)
             return True
@@ -604,9 +605,10 @@ class _Reporter:
             time.sleep(self.interval / 20)
         frame = self._frame()
         _close_all(self._groups)
-        # In a wait of another run, that run's detector closes its groups.
+        # In a wait of another run, that run's detector closes its groups. Code that has been told the verdict has left
+        # this run: it may be in the next one by now, and wait there for a rank that is late.
         own = self._watch.waiting is not None or self._elsewhere() is not None
-        if not own and frame is not None and self._needs(frame) is not None:
+        if not own and not self._watch.raised and frame is not None and self._needs(frame) is not None:
             _close_all(self._groups_of(frame))
 
     def _groups_of(self, frame: FrameType) -> list[dist.ProcessGroup]:

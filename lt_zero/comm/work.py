@@ -134,6 +134,7 @@ class CollectiveMonitor:
     """The state of this rank's collectives; other threads may read it.
 
     ``channels``: by name; those that this rank takes part in. ``verdict``: why no collective can complete any more.
+    ``raised``: whether an error has told this rank's code the verdict.
     ``detector``: weak reference to the ``HangDetector``, which examines a wait after every ``slice`` and explains its
     error.
     """
@@ -142,6 +143,7 @@ class CollectiveMonitor:
         self.channels: dict[str, Channel] = {}
         self._wait: tuple[int, CollectiveId] | None = None  # the thread that waits, and for which launch
         self.verdict: str | None = None
+        self.raised = False
         self.slice = timedelta(seconds=_SLICE)
         self.detector: Callable[[], Any] = lambda: None
 
@@ -207,6 +209,7 @@ class CollectiveMonitor:
             cause = self.verdict
             if (detector := self.detector()) is not None:
                 cause = detector.cause()
+            self.raised |= self.verdict is not None
             if cause is not None and cause not in str(error):
                 raise RuntimeError(cause) from error
             raise
@@ -226,6 +229,7 @@ class CollectiveMonitor:
     def raise_verdict(self) -> None:
         """Raise the verdict, if there is one."""
         if self.verdict is not None:
+            self.raised = True
             raise RuntimeError(self.verdict)
 
 

@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from torch import nn
 
+import lt_zero
 from lt_zero.comm import next_run
 from lt_zero.comm.next_run import RunStart
 from lt_zero.comm.work import CollectiveMonitor
 from tests.support.lightning_tools import GPT, quick, sharded_trainer
 from tests.support.pool import Pool
+
+_SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
 
 class Fails(Callback):
@@ -55,13 +59,26 @@ def _refused(trainer: Any, model: Any) -> list[str]:
 
 
 def _after_an_error_of_one() -> list[str]:
-    with quick():
+    with quick(stuck=30.0):  # the error has to come before a verdict, also on a busy machine
         told: list[str] = _fit_again([1], _refused)
     return told
 
 
+def _after_a_verdict() -> None:
+    with quick(poll=0.4):
+        engine, *_ = lt_zero.initialize(model=nn.Linear(3, 5), config=_SGD)
+    reporter = engine.world.detector._reporter
+    reporter.post_verdict("broken on purpose")
+    reporter.read_verdict()
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        engine.world.watch.raise_verdict()
+    # The thread of the engine polls in this wait only.
+    time.sleep(1.5 * dist.get_rank())
+    dist.barrier()
+
+
 def _after_an_error_of_all() -> int:
-    with quick():
+    with quick(stuck=30.0):
         return int(_fit_again([0, 1], lambda trainer, model: trainer.fit(model) or trainer.global_step))
 
 
@@ -70,6 +87,10 @@ def test_a_fit_after_an_error_of_one_rank_names_it(pool: Pool) -> None:
         assert told[0] == told[1]
         assert "Rank 1 ended with ValueError: broken on purpose (" in told[0]
         assert "Make a new Trainer and a new module" in told[0]
+
+
+def test_code_that_has_caught_a_verdict_may_wait_for_a_late_rank(pool: Pool) -> None:
+    pool.run(2, _after_a_verdict)
 
 
 def test_a_fit_after_the_same_error_on_all_ranks_trains_on(pool: Pool) -> None:
