@@ -25,12 +25,13 @@ Note [Threads]
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.paths import PACKAGE, SUPPORT
+
+_SHOWN = (str(PACKAGE), str(SUPPORT))
 
 HOST, DEFAULT = "host", "default"
 Clock = dict[str, int]  # how many works of each stream, and of the host, something comes after
@@ -254,12 +257,15 @@ def _covers(new: Access, old: Access, clock: Clock) -> bool:
 
 def _where() -> str:
     """The innermost lines of the package that are running."""
-    rows = [
-        f"{frame.filename.removeprefix(str(PACKAGE)).lstrip('/')}:{frame.lineno} {frame.name}"
-        for frame in traceback.extract_stack(limit=40)
-        if frame.filename.startswith((str(PACKAGE), str(SUPPORT))) and frame.filename != __file__
-    ]
-    return f"[{' < '.join(reversed(rows[-3:]))}]"
+    rows: list[str] = []
+    # Not `traceback.extract_stack`, which reads the sources of all frames: this runs for every operator.
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(rows) < 3:
+        file = frame.f_code.co_filename
+        if file.startswith(_SHOWN) and file != __file__:
+            rows.append(f"{file.removeprefix(str(PACKAGE)).lstrip('/')}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return f"[{' < '.join(rows)}]"
 
 
 class Recorder(TorchDispatchMode):
