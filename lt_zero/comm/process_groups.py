@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lt_zero.comm.before_joining import after_joining, met, watch_start
-from lt_zero.comm.ended_ranks import WHERE, tells
+from lt_zero.comm.ended_ranks import WHERE, last_cause, remember_cause, tells
 from lt_zero.comm.launchers import Tasks, launched_tasks, local_rank, refuse_alone
 from lt_zero.common import accelerator, compat
 from lt_zero.common.arguments import check_group_options
@@ -167,7 +167,8 @@ def await_all(timeout: timedelta | None = None) -> None:
         timeout: for ranks that come late, as for the groups that are made next.
 
     Raises:
-        RuntimeError: ranks have ended; names them. Or ranks are not there in time.
+        RuntimeError: ranks have ended; names them. Or they cannot be reached after an error that has ended the last run
+            of this process; names its cause. Or ranks are not there in time.
     """
     if backend_of(_CPU) != "gloo":
         return
@@ -185,11 +186,18 @@ def await_all(timeout: timedelta | None = None) -> None:
         if not gone:
             raise
         ranks = f"Rank{'s' if len(gone) > 1 else ''} {', '.join(gone)}"
+        if cause := last_cause():
+            # Hang detection closes connections to end a wait of other packages, so these processes may well be alive.
+            raise RuntimeError(
+                f"{ranks} cannot be reached: an error ended the last run in these processes, and closed connections"
+                f" that this run needs. {cause} Start all processes again, and resume from a checkpoint. ({error})"
+            ) from None
         raise RuntimeError(
             f"{ranks} ended before the model was set up: killed (for want of memory, by the scheduler), or by an error"
-            " or an exit of the script. See the last that was printed there, and dmesg. Or an error of an earlier run"
+            f" or an exit of the script. See the last that was printed there, and dmesg. Or an error of an earlier run"
             f" in these processes has closed their connections: then start the processes again. ({error})"
         ) from None
+    remember_cause("")
 
 
 def number_of_set_ups() -> int:

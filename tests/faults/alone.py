@@ -58,7 +58,7 @@ def judge(done: Run) -> tuple[str, str]:
     if not any(done.codes) and None not in done.sums():
         return "", "the call on one rank was no error"
     for rank in range(done.setting.ranks):
-        lines = done.logs[rank].strip().splitlines()[-2:]  # the last may be a note on the layer of a pipeline
-        if not any(map(_ENDLESS.search, lines)):
-            return "", f"the last lines of rank {rank} do not tell who waits for whom: {lines!r}"
+        line = done.last_line(rank)
+        if not _ENDLESS.search(line):
+            return "", f"the last line of rank {rank} does not tell who waits for whom: {line[:300]!r}"
     return "an error on every rank", ""
