@@ -140,6 +140,7 @@ class EndedRanks:
 
     def begin(self, what: str) -> None:
         """Begin a run, or an operation of all ranks, and take back what was told: an error has not ended this rank."""
+        remember_cause("")
         self._begun[what] += 1
         self.scopes.append(f"{what} {self._begun[what]}")
         self._take_back()
@@ -157,7 +158,6 @@ class EndedRanks:
     def _take_back(self) -> None:
         if self.posted:
             self._store.delete_key(str(self._rank))
-            remember_cause("")
         self.posted, self._told, self._scope, self.told = False, 0, None, ""
 
     def end_run(self) -> None:
@@ -353,7 +353,7 @@ def described(rank: int, end: End) -> str:
 
 
 def remember_cause(text: str) -> None:
-    """Remember why the last run of this process ended by an error; "": it is over, and all ranks have met since.
+    """Remember why the last run of this process ended by an error; "": another run, or operation, has begun since.
 
     The next run of this process has other groups and other detectors, and may find connections closed.
     """

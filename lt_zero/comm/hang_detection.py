@@ -428,6 +428,7 @@ class HangDetector:
             verdict = self._watch.verdict
         if verdict is not None:
             self._watch.raised = True
+            remember_cause(verdict)  # an operation may have begun since it was read
             fold_notes(error)
             if verdict not in str(error):
                 error.args = (f"{verdict} ({error})",)
@@ -445,8 +446,9 @@ class HangDetector:
         if os.getpid() != self._pid:
             return False
         if error is not None and self.explain(error):
-            if self.ends.server_gone:
-                self.stop()  # a poll that has begun would log pages after the error, which is printed next
+            # The process that serves the store may end at any moment: a poll would then log pages below the error,
+            # which is printed next.
+            self.stop()
             return True
         if error is not None or not self.ends.failed:
             self.ends.tell(error is not None, summary(error) if error is not None else "", process=True)
@@ -460,12 +462,16 @@ class HangDetector:
         self.stop()
         if self.ends.failed:
             self.ends.part(2.5 * self._patience.poll)
-        elif self._ranks[self._rank] == 0 and self._watch.verdict is None and self._end is None:
-            deadline = time.monotonic() + 5.0 * self._patience.poll
+        elif self._ranks[self._rank] == 0 and self._end is None:
+            # A verdict has closed connections, so they do not tell which processes have ended. Threads end with it.
+            closed = self._watch.verdict is not None
+            deadline = time.monotonic() + (1.0 if closed else 5.0) * self._patience.poll
             with contextlib.suppress(RuntimeError):  # another process serves the store, and has ended
                 self._store.set("closing", "")
                 self._store.add("asks", 1)
-                while self._store.add("listening", 0) > 0 and time.monotonic() < deadline and not self._is_last():
+                while self._store.add("listening", 0) > 0 and time.monotonic() < deadline:
+                    if not closed and self._is_last():
+                        break
                     time.sleep(min(self._patience.poll / 20, _LONGEST_PAUSE))
 
     def _is_last(self) -> bool:

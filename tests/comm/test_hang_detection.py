@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lt_zero
 from lt_zero.comm import hang_detection
+from lt_zero.comm.ended_ranks import remember_cause
 from lt_zero.comm.verdict import diverged
 from lt_zero.comm.work import CollectiveId
 from lt_zero.comm.world import World
@@ -250,6 +251,7 @@ def _in_torchs_barrier() -> tuple[str, str, list[str], str]:
     finally:
         hang_detection.log.removeHandler(handler)
     add_note(caught.value, "In layer 7.")
+    remember_cause("")  # as an operation does that begins before the error is explained
     world.explain(caught.value)
     last = traceback.format_exception_only(caught.value)[-1]
     with pytest.raises(RuntimeError) as again:  # the connections of torch's barrier had to be closed
