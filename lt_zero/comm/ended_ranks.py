@@ -70,6 +70,7 @@ _LONGEST = 300  # characters of an error in one line
 # A name begins where no other one is: else each character of a long word would be tried, with all that follow it.
 _NAME = r"(?:'[^']+'|(?<![\w.])\w+(?:\.\w+)+)"
 _NAMES = re.compile(rf"({_NAME})(?:, {_NAME})+")
+_causes: list[str] = []  # see ``remember_cause``
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ class EndedRanks:
 
     def begin(self, what: str) -> None:
         """Begin a run, or an operation of all ranks, and take back what was told: an error has not ended this rank."""
+        remember_cause("")
         self._begun[what] += 1
         self.scopes.append(f"{what} {self._begun[what]}")
         self._take_back()
@@ -170,7 +172,10 @@ class EndedRanks:
             return
         scope = self.scopes[-1] if self.scopes and not process else None
         launched = {name: channel.launched for name, channel in self._watch.channels.items()}
-        message = json.dumps([self._rank, *astuple(End(own, text, scope, launched))])
+        end = End(own, text, scope, launched)
+        message = json.dumps([self._rank, *astuple(end)])
+        if text:
+            remember_cause(described(self._rank, end))
         with contextlib.suppress(RuntimeError):  # the process that serves the store has ended
             self._store.set(str(self._rank), message)
             self.posted, self._scope = True, scope
@@ -345,6 +350,19 @@ def _ranks(ranks: list[int]) -> str:
 def described(rank: int, end: End) -> str:
     """The error that has ended a rank: its own, or the cause that it passes on."""
     return f"Rank {rank} ended with {end.text}: see what it printed{WHERE}." if end.own else end.text
+
+
+def remember_cause(text: str) -> None:
+    """Remember why the last run of this process ended by an error; "": another run, or operation, has begun since.
+
+    The next run of this process has other groups and other detectors, and may find connections closed.
+    """
+    _causes[:] = [text] if text else []
+
+
+def last_cause() -> str:
+    """Find why the last run of this process ended by an error; "" if it did not, or another has begun since."""
+    return _causes[-1] if _causes else ""
 
 
 def summary(error: BaseException) -> str:

@@ -71,7 +71,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from lt_zero.comm import foreign_waits, other_runs, shared_memory
 from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.awaited_works import work_awaited
-from lt_zero.comm.ended_ranks import EndedRanks, described, summary, tell_at_end
+from lt_zero.comm.ended_ranks import EndedRanks, described, remember_cause, summary, tell_at_end
 from lt_zero.comm.foreign_waits import (
     FOREIGN,
     Blocked,
@@ -109,6 +109,7 @@ from lt_zero.comm.verdict import (
 )
 from lt_zero.comm.work import CALL, CollectiveId, CollectiveMonitor, collective_of, in_collective, in_layer
 from lt_zero.common.compat import group_in_making, process_groups
+from lt_zero.common.errors import fold_notes
 from lt_zero.common.users_code import user_line
 
 log = logging.getLogger(__name__)
@@ -355,6 +356,7 @@ class HangDetector:
         """
         self._reporter.post_verdict(verdict)
         self._watch.verdict = self._store.get("verdict").decode()
+        remember_cause(self._watch.verdict)
         self._reporter.close_connections(readers)
         self._watch.raise_verdict()
 
@@ -412,7 +414,10 @@ class HangDetector:
         return None
 
     def explain(self, error: BaseException) -> bool:
-        """Add the cause (a hang, or the end of another rank) to an error's text; returns whether it is known."""
+        """Add the cause (a hang, or the end of another rank) to an error's text; returns whether it is known.
+
+        The line that names the cause becomes the last one: notes (of the layer, say) would be printed below it.
+        """
         if not isinstance(error, RuntimeError):
             return False
         verdict = self._watch.verdict
@@ -423,11 +428,15 @@ class HangDetector:
             verdict = self._watch.verdict
         if verdict is not None:
             self._watch.raised = True
+            remember_cause(verdict)  # an operation may have begun since it was read
+            fold_notes(error)
             if verdict not in str(error):
                 error.args = (f"{verdict} ({error})",)
             return True
         told = self._end is not None and self._end in str(error)  # ``heed`` has raised it
         cause = self.explain_end() if told or in_collective(error) else None
+        if cause is not None:
+            fold_notes(error)
         if cause is not None and cause not in str(error):
             error.args = (f"{error}\n{cause}",)
         return cause is not None
@@ -437,8 +446,9 @@ class HangDetector:
         if os.getpid() != self._pid:
             return False
         if error is not None and self.explain(error):
-            if self.ends.server_gone:
-                self.stop()  # a poll that has begun would log pages after the error, which is printed next
+            # The process that serves the store may end at any moment: a poll would then log pages below the error,
+            # which is printed next.
+            self.stop()
             return True
         if error is not None or not self.ends.failed:
             self.ends.tell(error is not None, summary(error) if error is not None else "", process=True)
@@ -452,12 +462,16 @@ class HangDetector:
         self.stop()
         if self.ends.failed:
             self.ends.part(2.5 * self._patience.poll)
-        elif self._ranks[self._rank] == 0 and self._watch.verdict is None and self._end is None:
-            deadline = time.monotonic() + 5.0 * self._patience.poll
+        elif self._ranks[self._rank] == 0 and self._end is None:
+            # A verdict has closed connections, so they do not tell which processes have ended. Threads end with it.
+            closed = self._watch.verdict is not None
+            deadline = time.monotonic() + (1.0 if closed else 5.0) * self._patience.poll
             with contextlib.suppress(RuntimeError):  # another process serves the store, and has ended
                 self._store.set("closing", "")
                 self._store.add("asks", 1)
-                while self._store.add("listening", 0) > 0 and time.monotonic() < deadline and not self._is_last():
+                while self._store.add("listening", 0) > 0 and time.monotonic() < deadline:
+                    if not closed and self._is_last():
+                        break
                     time.sleep(min(self._patience.poll / 20, _LONGEST_PAUSE))
 
     def _is_last(self) -> bool:
@@ -542,6 +556,7 @@ class _Reporter:
         """Update the verdict; returns whether there is one."""
         if self._watch.verdict is None and self._store.check(["verdict"]):
             self._watch.verdict = self._store.get("verdict").decode()
+            remember_cause(self._watch.verdict)
         return self._watch.verdict is not None
 
     def poll(self) -> bool:

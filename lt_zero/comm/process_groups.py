@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lt_zero.comm.before_joining import after_joining, met, watch_start
-from lt_zero.comm.ended_ranks import WHERE, tells
+from lt_zero.comm.ended_ranks import WHERE, last_cause, remember_cause, tells
 from lt_zero.comm.launchers import Tasks, launched_tasks, local_rank, refuse_alone
 from lt_zero.common import accelerator, compat
 from lt_zero.common.arguments import check_group_options
-from lt_zero.common.descriptors import explain_full_table, fullness, is_full_table
+from lt_zero.common.descriptors import explain_full_table, fullness, has_room, is_full_table
 from lt_zero.config.blocks import Communication
 
 log = logging.getLogger("lt_zero")
@@ -48,6 +48,10 @@ _ABORT_S = 10.0
 # In the error of the process that serves torch's store.
 _SERVES, _TAKEN = "server socket has failed to listen", "EADDRINUSE"
 _LINGER_S = 10.0  # that rank 0 waits for others that read why one has failed
+_OF_GROUP = 3  # descriptors of a group of gloo, beside one for each rank
+_SPARE = 8  # descriptors that the set-up of a run needs beside its groups, and that other threads may take meanwhile
+_FAILED = 1  # in the answer of rank 0: the store tells which rank has failed
+_FULL = 2  # likewise, added to the number of a rank: the table of its descriptors is full
 _set_ups: list[int] = []  # numbers of the calls of ``await_all``
 
 
@@ -167,7 +171,8 @@ def await_all(timeout: timedelta | None = None) -> None:
         timeout: for ranks that come late, as for the groups that are made next.
 
     Raises:
-        RuntimeError: ranks have ended; names them. Or ranks are not there in time.
+        RuntimeError: ranks have ended; names them. Or they cannot be reached after an error that has ended the last run
+            of this process; names its cause. Or ranks are not there in time.
     """
     if backend_of(_CPU) != "gloo":
         return
@@ -185,11 +190,18 @@ def await_all(timeout: timedelta | None = None) -> None:
         if not gone:
             raise
         ranks = f"Rank{'s' if len(gone) > 1 else ''} {', '.join(gone)}"
+        if cause := last_cause():
+            # Hang detection closes connections to end a wait of other packages, so these processes may well be alive.
+            raise RuntimeError(
+                f"{ranks} cannot be reached: an error ended the last run in these processes, and closed connections"
+                f" that this run needs. {cause} Start all processes again, and resume from a checkpoint. ({error})"
+            ) from None
         raise RuntimeError(
             f"{ranks} ended before the model was set up: killed (for want of memory, by the scheduler), or by an error"
-            " or an exit of the script. See the last that was printed there, and dmesg. Or an error of an earlier run"
+            f" or an exit of the script. See the last that was printed there, and dmesg. Or an error of an earlier run"
             f" in these processes has closed their connections: then start the processes again. ({error})"
         ) from None
+    remember_cause("")
 
 
 def number_of_set_ups() -> int:
@@ -203,26 +215,52 @@ def awaits_all(frame: FrameType) -> bool:
     return frame.f_code is _done.__code__ and outer is not None and outer.f_code is _meet.__code__
 
 
+def has_room_for_group(ranks: int) -> bool:
+    """True if this process can open what a group of ``ranks`` needs.
+
+    The others would wait until a timeout for a rank that fails while it connects, or gloo would end the process. So all
+    ranks tell each other before.
+    """
+    return has_room(_OF_GROUP + ranks + _SPARE)
+
+
+def no_room(rank: int, here: bool) -> RuntimeError:
+    """The error of ranks that do not connect, because the table of descriptors of ``rank`` is full.
+
+    ``here``: whether that of this process is.
+    """
+    if here:
+        return RuntimeError(f"This process cannot connect a process group. {fullness()}")
+    return RuntimeError(
+        f"Rank {rank} cannot connect a process group: the table of its file descriptors is full (ulimit -n): see what"
+        f" it printed{WHERE}. Rank {dist.get_rank()} waited for it. Correct that, and start all ranks again."
+    )
+
+
 class _FailureError(RuntimeError):
-    """A rank has failed before its model was set up, and has told why."""
+    """A rank has failed before its model was set up, or cannot set it up, and has told why."""
 
 
 def _meet(timeout: timedelta) -> None:
     """A barrier of the default group with a timeout of its own, which gloo has for single messages only.
 
     Raises:
-        _FailureError: a rank has failed: Note [Before the model is set up].
+        _FailureError: a rank has failed: Note [Before the model is set up]. Or it could not connect the next group.
         RuntimeError: gloo's, without a known reason.
     """
-    token, ranks = torch.zeros(1), range(1, dist.get_world_size())
+    has_room_here, ranks = has_room_for_group(dist.get_world_size()), range(1, dist.get_world_size())
+    token = torch.tensor([0.0 if has_room_here else 1.0])
     if dist.get_rank() > 0:
         here = dist.isend(token, 0, tag=_MEETING_TAG)
         answer = torch.zeros(1)
         _done(dist.irecv(answer, 0, tag=_MEETING_TAG), timeout)  # rank 0 may answer without receiving, after a failure
-        if bool(answer):
+        if int(answer) == _FAILED:
             raise _failure(_store_of_set_up())
         _done(here, timeout)
+        if int(answer) >= _FULL:
+            raise _FailureError(str(no_room(int(answer) - _FULL, not has_room_here)))
         return
+    full = [] if has_room_here else [0]
     for rank in ranks:
         try:
             _done(dist.irecv(token, rank, tag=_MEETING_TAG), timeout)
@@ -232,8 +270,12 @@ def _meet(timeout: timedelta) -> None:
                 raise
             _pass_on(store)
             raise _failure(store) from error
-    for work in [dist.isend(token, rank, tag=_MEETING_TAG) for rank in ranks]:
+        full += [rank] if bool(token) else []
+    answer = torch.tensor([float(_FULL + full[0]) if full else 0.0])
+    for work in [dist.isend(answer, rank, tag=_MEETING_TAG) for rank in ranks]:
         _done(work, timeout)
+    if full:
+        raise _FailureError(str(no_room(full[0], not has_room_here)))
 
 
 def _store_of_set_up() -> Store:
@@ -253,7 +295,7 @@ def _failure(store: Store) -> _FailureError:
 def _pass_on(store: Store) -> None:
     """Let the ranks that meet rank 0, which this is, read why one has failed; waits some seconds at most."""
     others = [rank for rank in range(1, dist.get_world_size()) if _connected(rank)]
-    works = [dist.isend(torch.ones(1), rank, tag=_MEETING_TAG) for rank in others]
+    works = [dist.isend(torch.full((1,), float(_FAILED)), rank, tag=_MEETING_TAG) for rank in others]
     until = time.monotonic() + _LINGER_S
     while store.add("read", 0) < len(works) and time.monotonic() < until:
         time.sleep(0.05)

@@ -33,7 +33,9 @@ from lt_zero.comm.process_groups import (
     can_split,
     check_device,
     exists,
+    has_room_for_group,
     new_group,
+    no_room,
     split_group,
 )
 from lt_zero.comm.ranks import LaunchOrder, Ranks, Unlogged
@@ -101,6 +103,7 @@ class World(Ranks):
         self.check, self.timeout, self.link_timeout = check, timeout, link_timeout
         self.process_groups = [process_group] if process_group is not None else []  # all that were made
         self._closed = list(self.process_groups)  # whose connections hang detection closes
+        self.detector: HangDetector | None = None
         # Exchanges of host data (used parameters, orders) must not synchronise the GPU.
         self.order.host = process_group
         # A simulated group (torch's "fake" backend) has no other processes; results are this process's values.
@@ -114,7 +117,6 @@ class World(Ranks):
                 dist.get_default_backend_for_device(device),
             )
         self.order.compares_all = check
-        self.detector: HangDetector | None = None
         self.agreement = Agreement()  # of a single rank; ``join`` sets that of all
         self.nodes = [list(range(size))]
         self.hosts = [socket.gethostname()] * size
@@ -208,13 +210,27 @@ class World(Ranks):
 
         ``backend``: None: that of this world. ``parts``: the same on all ranks. ``closes``: hang detection
         closes its connections after a verdict.
+
+        Raises:
+            RuntimeError: on all ranks: the table of descriptors of one is full. Or the ranks cannot connect.
         """
         wanted, made = [list(part) for part in parts or [range(self.size)]], backend or self.backend
+        self._check_room(len(next(part for part in wanted if self.rank in part)))
         group = self._split_group(wanted, timeout) if can_split(made) else None
         group = group or self._one_by_one(wanted, made, timeout)
         self.process_groups.append(group)
         self._closed += [group] if closes else []
         return group
+
+    def _check_room(self, ranks: int) -> None:
+        """Check that every rank can open what a group needs, which has so many ``ranks`` here. Collective."""
+        if self.detector is None:  # there are no other processes, or they are about to get the group for such checks
+            return
+        has_room = has_room_for_group(ranks)
+        full = torch.tensor([0 if has_room else 1 + self.rank])
+        self.host_max(full, "room for process groups").wait()
+        if full:
+            raise no_room(int(full) - 1, not has_room)
 
     def _split_group(self, parts: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup | None:
         """``new_group`` in one operation; None if torch would give two groups one name. Collective."""

@@ -38,6 +38,20 @@ def fullness() -> str:
     )
 
 
+def has_room(count: int) -> bool:
+    """Try to open ``count`` files, and close them again; returns whether the table of descriptors has room for them."""
+    opened = list[int]()
+    try:
+        for _ in range(count):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return error.errno != errno.EMFILE
+    finally:
+        for number in opened:
+            os.close(number)
+    return True
+
+
 def explain_full_table(error: BaseException) -> None:
     """Add ``fullness`` to an error that a full table has caused, as a note. No-op for others, and the second time."""
     text = fullness()

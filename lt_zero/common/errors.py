@@ -130,3 +130,23 @@ def add_note(error: BaseException, text: str) -> None:
         error.add_note(text)
     elif len(error.args) == 1 and isinstance(error.args[0], str):
         error.args = (f"{error.args[0]}\n{text}",)
+        error.__notes__ = [*_notes(error), text]
+
+
+def fold_notes(error: BaseException) -> None:
+    """Move the notes of an error into the last line of its message, so that this is the last line that is printed.
+
+    No-op if it has none, or if its message is not a single text.
+    """
+    notes = _notes(error)
+    if not notes or len(error.args) != 1 or not isinstance(error.args[0], str):
+        return
+    text = error.args[0]
+    for note in reversed(notes):
+        text = text.removesuffix(f"\n{note}")
+    error.args = (f"{text} ({' '.join(notes)})",)
+    error.__notes__ = []
+
+
+def _notes(error: BaseException) -> list[str]:
+    return list(getattr(error, "__notes__", ()))

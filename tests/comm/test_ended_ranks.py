@@ -453,17 +453,17 @@ def test_a_store_whose_process_has_ended_is_left_alone(
     assert reporter._store.add("listening", 0) == told
 
 
-@pytest.mark.parametrize("gone", [True, False])
-def test_nothing_polls_a_store_that_is_gone_after_the_error_is_told(
-    monkeypatch: pytest.MonkeyPatch, gone: bool
+@pytest.mark.parametrize("follows", [True, False])
+def test_nothing_polls_the_store_after_the_error_of_another_rank_is_told(
+    monkeypatch: pytest.MonkeyPatch, follows: bool
 ) -> None:
-    """A poll that has begun ends before the error is printed: its pages would be the last lines."""
+    """The process that serves it may end while the error is printed: the pages of a poll would be the last lines."""
     detector = object.__new__(hang_detection.HangDetector)
-    detector._pid, detector.ends = os.getpid(), mock.Mock(server_gone=gone)
-    monkeypatch.setattr(detector, "explain", lambda error: True)
+    detector._pid, detector.ends = os.getpid(), mock.Mock(failed=True)
+    monkeypatch.setattr(detector, "explain", lambda error: follows)
     monkeypatch.setattr(detector, "stop", stop := mock.Mock())
-    assert detector.end_process(RuntimeError("Connection closed by peer"))
-    assert stop.call_count == gone
+    assert detector.end_process(RuntimeError("Connection closed by peer")) == follows
+    assert stop.call_count == follows
 
 
 def _part() -> float:

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -24,9 +25,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lt_zero
 from lt_zero.comm import hang_detection
+from lt_zero.comm.ended_ranks import remember_cause
 from lt_zero.comm.verdict import diverged
 from lt_zero.comm.work import CollectiveId
 from lt_zero.comm.world import World
+from lt_zero.common.errors import add_note
 from lt_zero.engine.engine import Engine
 from tests.support.lightning_tools import GPT, Rows, error_of_fit, quick, sharded_trainer
 from tests.support.matrix import only, only_rows
@@ -236,7 +239,8 @@ def test_a_collective_without_this_rank_is_waited_for(pool: Pool) -> None:
     pool.run(3, _others_among_themselves)
 
 
-def _in_torchs_barrier() -> tuple[str, list[str]]:
+def _in_torchs_barrier() -> tuple[str, str, list[str], str]:
+    """The error of each rank, the last line that is printed of it, what is logged, and the error of its next run."""
     world, logged = world_here(), []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
@@ -246,15 +250,26 @@ def _in_torchs_barrier() -> tuple[str, list[str]]:
             world.roll_call("export") if dist.get_rank() == 0 else dist.barrier()
     finally:
         hang_detection.log.removeHandler(handler)
+    add_note(caught.value, "In layer 7.")
+    remember_cause("")  # as an operation does that begins before the error is explained
     world.explain(caught.value)
-    return str(caught.value), logged
+    last = traceback.format_exception_only(caught.value)[-1]
+    with pytest.raises(RuntimeError) as again:  # the connections of torch's barrier had to be closed
+        world_here()
+    return str(caught.value), last, logged, str(again.value)
 
 
 def test_a_collective_of_somebody_else(pool: Pool) -> None:
-    (first, quiet), (second, logged) = pool.run(2, _in_torchs_barrier)
-    assert "and not on rank 1, which waits in barrier of torch.distributed (" in first
-    assert second.startswith(first)
-    assert (quiet, logged) == ([], [first])
+    (first, _, quiet, again), (second, last, logged, after) = pool.run(2, _in_torchs_barrier)
+    verdict, _, note = first.partition(" (In layer 7.")
+    assert "and not on rank 1, which waits in barrier of torch.distributed (" in verdict
+    assert note == ")"
+    assert second.startswith(verdict)
+    assert verdict in last
+    assert (quiet, logged) == ([], [verdict])
+    for error, other in ((again, 1), (after, 0)):
+        assert error.startswith(f"Rank {other} cannot be reached: an error ended the last run in these processes")
+        assert verdict in error
 
 
 def _two_operations() -> str:

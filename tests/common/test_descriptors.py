@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from lt_zero.comm.world import World
 from lt_zero.common.descriptors import count_run, explain_full_table, is_full_table
 from lt_zero.common.errors import CheckpointError
 from lt_zero.io.direct_file import trouble, unreadable
@@ -47,9 +50,12 @@ def test_files_have_the_same_remedy() -> None:
         assert "(ulimit -n; the hard limit is " in str(error)
 
 
-def _fit(spare: int) -> str:
-    """The error of a fit that gets no more than ``spare`` descriptors."""
-    trainer, module = sharded_trainer(1, max_steps=1), GPT(dist.get_world_size())
+@contextmanager
+def _full_table(spare: int, rank: int) -> Iterator[None]:
+    """Context in which ``rank`` gets no more than ``spare`` descriptors."""
+    if dist.get_rank() != rank:
+        yield
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
     taken = list[int]()
@@ -59,17 +65,37 @@ def _fit(spare: int) -> str:
                 taken.append(os.dup(0))
         for _ in range(spare):
             os.close(taken.pop())
-        with pytest.raises((RuntimeError, OSError)) as caught:
-            trainer.fit(module)
+        yield
     finally:
         for number in taken:
             os.close(number)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return _told(caught.value)
 
 
-def test_a_run_that_finds_the_table_full(pool: Pool) -> None:
-    for told in pool.run(2, _fit, 1):
-        assert "(ulimit -n; the hard limit is " in told
-        assert "begun in this process" in told
-        assert "GLOO_SOCKET_IFNAME" not in told, "the network is not to blame"
+def _runs() -> list[str]:
+    """The errors of a fit, whose first group finds the table full, and of a later group; a fit trains after them."""
+    told, module = list[str](), GPT(dist.get_world_size())
+    for rank in (0, 1):
+        with _full_table(1, rank), pytest.raises((RuntimeError, OSError)) as caught:
+            sharded_trainer(1, max_steps=1).fit(module)
+        told.append(_told(caught.value))
+    world = World.join(torch.device("cpu"))
+    with _full_table(1, 1), pytest.raises(RuntimeError) as caught:
+        world.new_group("gloo")
+    trainer = sharded_trainer(1, max_steps=1)
+    trainer.fit(module)
+    assert trainer.global_step == 1
+    return [*told, _told(caught.value)]
+
+
+def test_a_run_that_finds_the_table_of_one_rank_full(pool: Pool) -> None:
+    """The other would wait until the timeout of process groups for a rank that fails while it connects."""
+    by_rank = pool.run(2, _runs)
+    for errors, full in zip(zip(*by_rank, strict=True), (0, 1, 1), strict=True):
+        own, other = errors[full], errors[1 - full]
+        assert "(ulimit -n; the hard limit is " in own
+        assert "begun in this process" in own
+        assert "GLOO_SOCKET_IFNAME" not in own, "the network is not to blame"
+        assert other.startswith(
+            f"Rank {full} cannot connect a process group: the table of its file descriptors is full"
+        )

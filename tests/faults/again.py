@@ -17,7 +17,9 @@ COUNT = 38
 TRIES = 5  # failing runs before it
 FIRST = 2  # of these runs that has all that later ones have: groups end with the next run
 _MORE = 2  # descriptors or threads that may come or go by chance
-_CLOSED = "in these processes has closed their connections: then start the processes again"
+_CLOSED = (
+    r"cannot be reached: an error ended the last run in these processes.*[Rr]ank {rank}\b.*Start all processes again"
+)
 SETTINGS = [
     Setting("trainer", 3),
     Setting("trainer", 1),
@@ -88,7 +90,7 @@ def judge(done: Run, end: list[str], fault: str, rank: int) -> tuple[str, str]:
         ):
             if last - first > _MORE:
                 return "", f"{kind} grow on rank {number}: {kept}"
-    if rank >= 0 and all(done.codes) and all(_CLOSED in log for log in done.logs):
+    if rank >= 0 and all(done.codes) and all(re.search(_CLOSED.format(rank=rank), log) for log in done.logs):
         return "an error told to start the processes again", ""  # the others waited for what only that can end
     if any(done.codes):
         return "", f"the last run fails: {done.codes}"
