@@ -10,6 +10,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
 
 from tests.support.progress_tools import WIDTH, Model, new_trainer
 
@@ -180,6 +181,94 @@ class Stateful(DataLoader[Tensor]):
         self._pass, self._begun, self._loaded = None, False, state
 
 
+class Reopening(Stateful):
+    """One that opens its sampler, as torchdata's, again and again: twice for each pass, four times for a loaded one."""
+
+    def _new_pass(self) -> _Pass:
+        for _ in range(1 if self._loaded is None else 3):
+            iter(self.sampler)
+        return super()._new_pass()
+
+
+class Counting(Sampler[int]):
+    """Seeds a generator with the number of its pass."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.passes = count, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def order(self) -> list[int]:
+        self.passes += 1
+        return torch.randperm(self.count, generator=torch.Generator().manual_seed(self.passes)).tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order())
+
+
+class CountingLate(Counting):
+    """Counts a pass, and draws its order, when the first number is read."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.order()
+
+
+class Drawing(Counting):
+    """Draws from the random states of the process."""
+
+    def order(self) -> list[int]:
+        return torch.randperm(self.count).tolist()
+
+
+class Shuffling(Counting):
+    """Shuffles its order in place."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.rows = list(range(count))
+
+    def order(self) -> list[int]:
+        random.shuffle(self.rows)
+        return list(self.rows)
+
+
+class Around(Sampler[int]):
+    """Reverses the order of another sampler in every second pass."""
+
+    def __init__(self, count: int) -> None:
+        self.sampler, self.turn = Counting(count), False
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        self.turn = not self.turn
+        return iter(list(self.sampler)[:: -1 if self.turn else 1])
+
+
+class InBatches(Counting):
+    """Gives batches."""
+
+    def __len__(self) -> int:
+        return self.count // BATCH
+
+    def __iter__(self) -> Iterator[Any]:
+        order = self.order()
+        for first in range(0, self.count, BATCH):
+            yield order[first : first + BATCH]
+
+
+class Repeated(Numbers):
+    """Rows in an order that a count of the passes decides."""
+
+    passes = 0
+
+    def order(self) -> Sequence[int]:
+        self.passes += 1
+        return random.Random(self.passes).sample(range(self.count), self.count)
+
+
 class StatefulStream(DataLoader[Tensor]):
     """A loader of a dataset with a state, which is the loader's: its next pass goes on there."""
 
@@ -270,6 +359,17 @@ def weighted(per_rank: int, first: int = 0, **options: Any) -> DataLoader[Tensor
     return kind(Noisy(count, first), batch_size=BATCH, sampler=sampler, **options)  # type: ignore[no-any-return]
 
 
+def sampled(per_rank: int, sampler: Any, **options: Any) -> DataLoader[Tensor]:
+    """A loader of ``per_rank`` batches, with a sampler of its own."""
+    kind, noise = options.pop("kind", DataLoader), options.pop("noise", 0.05)
+    count = per_rank * BATCH * _ranks()
+    if sampler is InBatches:
+        given = {"batch_sampler": sampler(per_rank * BATCH)}
+    else:
+        given = {"batch_size": BATCH, "sampler": sampler(count)}
+    return kind(Rows(count, noise=noise), **given, **options)  # type: ignore[no-any-return]
+
+
 def torchdata(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -334,6 +434,23 @@ CASES: dict[str, Case] = {
     ),
     "weighted ends beside a stream": Case(lambda: CombinedLoader([stream(6), weighted(4, 30)], "max_size")),
     "weighted, stateful": Case(lambda: weighted(6, kind=Stateful), {"accumulate_grad_batches": 2}),
+    "counting, reopened": Case(lambda: sampled(6, Counting, kind=Reopening)),
+    "counting late, reopened": Case(lambda: sampled(6, CountingLate, kind=Reopening), {"accumulate_grad_batches": 4}),
+    "drawing, reopened": Case(lambda: sampled(6, Drawing, kind=Reopening), {"accumulate_grad_batches": 2}),
+    "shuffling, reopened": Case(lambda: sampled(6, Shuffling, kind=Reopening)),
+    "around, reopened": Case(lambda: sampled(6, Around, kind=Reopening)),
+    "batches, reopened": Case(lambda: sampled(6, InBatches, kind=Stateful), UNSHARDED),
+    **{
+        f"torchdata, {sampler.__name__}{', workers' if workers else ''}{', own order' if own else ''}": Case(
+            partial(torchdata, sampled, 6, sampler, num_workers=workers, noise=0.0 if workers else 0.05),
+            UNSHARDED if own else {},
+        )
+        for sampler in (Counting, CountingLate, Drawing, Shuffling, Around, InBatches)
+        for workers in (0, 2)
+        for own in ((True,) if sampler is InBatches else (False, True))
+    },
+    "torchdata, Repeated": Case(lambda: torchdata(stream, 6, Repeated)),
+    "torchdata, Repeated, workers": Case(lambda: torchdata(stream, 6, Repeated, num_workers=2)),
     "torchdata": Case(lambda: torchdata(rows, 6)),
     "torchdata, own order": Case(lambda: torchdata(rows, 6), UNSHARDED),
     "torchdata, workers": Case(lambda: torchdata(rows, 6, num_workers=2, noise=0.0), UNSHARDED),

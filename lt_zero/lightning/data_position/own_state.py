@@ -12,6 +12,9 @@ Note [Private state]
     the process. They are looked for in samplers, in iterable data sets, and in loaders that are no DataLoader; the
     integers of other objects may be file descriptors or numbers of processes.
 
+    A loader that resumes by itself also restores a sampler or a data set that has ``state_dict``, and its own
+    attributes. Generators, and the counters and orders of samplers and iterable data sets that have none, are left.
+
     Iterators and generator functions that an object keeps cannot be saved. A warning at the start of the run names
     them.
 """
@@ -72,11 +75,13 @@ class OwnState:
 
     Args:
         loader: the user's.
-        stateful: whether it saves and restores itself: then only generators are looked for.
+        stateful: whether it saves and restores itself: then what it restores is not looked for.
     """
 
     def __init__(self, loader: Any, stateful: bool) -> None:
-        self._loader, self._stateful = loader, stateful
+        self._loader = loader
+        self._stateful = stateful
+        self.covered = stateful and _has_state_dict(opened_sampler(loader))  # whether it restores its sampler
         found, self.hidden, self.parts = self._look()
         self._inside: list[StatePlace] | None = None  # what is taken inside of the present pass
         changing = [place for place in found if _changes(place.value)]
@@ -84,11 +89,13 @@ class OwnState:
         self._same = {place.path: place.value for place in changing}  # held, so that no other object gets its ID
         self.too_long: list[str] = []  # orders that have changed, but are too long to be saved
 
-    def take(self, inside: bool = False) -> dict[str, Any]:
+    def take(self, inside: bool = False, everything: bool = False) -> dict[str, Any]:
         """The state now, as plain containers and tensors.
 
-        ``inside``: of a pass that has begun. Counters and orders are left out, as the repeated pass sets them; the
-        attributes are looked at once in a pass, as this is done before each step.
+        Args:
+            inside: of a pass that has begun. Counters and orders are left out, as the repeated pass sets them; the
+                attributes are looked at once in a pass, as this is done before each step.
+            everything: also counters and orders that have not changed in the run, and long ones. Not for checkpoints.
         """
         taken: dict[str, Any] = {}
         if not inside:
@@ -102,9 +109,9 @@ class OwnState:
             if isinstance(place.value, _GENERATORS):
                 taken[place.path] = _packed(place.value)
             elif _changes(place.value):
-                if self._first.get(place.path) == _digest(place.value):
+                if not everything and self._first.get(place.path) == _digest(place.value):
                     continue
-                if _length(place.value) > LONGEST:
+                if not everything and _length(place.value) > LONGEST:
                     if self._same.get(place.path) is place.value:  # else each pass computes it, most likely
                         self.too_long.append(place.path)
                     continue
@@ -153,7 +160,8 @@ class OwnState:
         seen = {id(self._loader)}
         waiting = [(path, key, value, self._loader, 1) for path, key, value in self._roots()]
         loads = isinstance(self._loader, DataLoader)
-        found += [place for place in _values("", self._loader) if not loads or place.key not in _attributes()]
+        if not self._stateful:
+            found += [place for place in _values("", self._loader) if not loads or place.key not in _attributes()]
         for path, key, value, owner, depth in _breadth_first(waiting):
             orders = not path.startswith(("dataset", "collate_fn")) or isinstance(
                 getattr(self._loader, "dataset", None), IterableDataset
@@ -171,18 +179,25 @@ class OwnState:
             seen.add(id(value))
             if isinstance(value, _PARTS) or callable(getattr(type(value), "set_epoch", None)):
                 parts[path] = value
-            sampler = path.startswith(_FIRST[1:]) or (not loads and not path.startswith("dataset"))
-            if sampler and _has_state_dict(value):
+            sampler = path.startswith(_FIRST[1:]) or not (loads or self._stateful or path.startswith("dataset"))
+            if sampler and not self._stateful and _has_state_dict(value):
                 found.append(StatePlace(path, owner, key, value, orders))
-            elif (sampler or (path == "dataset" and orders)) and not type(value).__module__.startswith(_OPEN):
+            elif self._is_counted(path, value, sampler):
                 found += _values(path, value)
             if depth < DEEPEST:
                 waiting += [
                     (f"{path}.{name}", name, child, value, depth + 1) for name, child in _children(value, sampler)
                 ]
-        if self._stateful:
-            found = [place for place in found if isinstance(place.value, (*_GENERATORS, type(None)))]
         return Walk(found, hidden, parts)
+
+    def _is_counted(self, path: str, value: Any, sampler: bool) -> bool:
+        """True if counters and orders are looked for in an object."""
+        if type(value).__module__.startswith(_OPEN):
+            return False
+        if sampler:
+            return not self.covered
+        streams = isinstance(getattr(self._loader, "dataset", None), IterableDataset)
+        return path == "dataset" and streams and not (self._stateful and _has_state_dict(value))
 
     def _roots(self) -> list[tuple[str, str, Any]]:
         attributes = getattr(self._loader, "__dict__", {})
@@ -190,6 +205,18 @@ class OwnState:
         hidden = "_" if self._stateful else ("__", "_DataLoader", "_iterator")  # else its present pass would be found
         names += [name for name in attributes if name not in _FIRST and not name.startswith(hidden)]
         return [(name, name, getattr(self._loader, name, None)) for name in names]
+
+
+def opened_sampler(loader: Any) -> Any:
+    """The sampler that a loader opens for a pass, below those that only put batches together; None if it has none."""
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    if sampler is None:  # not `or`: bool() calls len(), which some samplers lack
+        sampler = getattr(loader, "sampler", None)
+    while type(sampler).__module__.startswith(("torch.utils.data", "torchdata")) and hasattr(sampler, "sampler"):
+        if _has_state_dict(sampler):
+            break
+        sampler = sampler.sampler
+    return sampler
 
 
 @functools.cache

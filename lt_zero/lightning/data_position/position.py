@@ -34,9 +34,10 @@ Note [Repeating a pass]
 Note [Loaders that resume by themselves]
     Loaders with ``state_dict`` and ``load_state_dict`` (torchdata's, for example) are asked for their state before each
     batch from which a resumed run may go on, and get it back right before the pass is opened, with the epoch that their
-    sampler had. Lightning saves the state after batches that it has read ahead, and restores it before the epoch is set
-    and only inside of an epoch. A state of a pass that has ended is passed by: the next pass follows it. A loader that
-    has opened no pass is not asked, since torchdata's would draw a seed.
+    sampler had and what its order was drawn from (see openings.py). Lightning saves the state after batches that it has
+    read ahead, and restores it before the epoch is set and only inside of an epoch. A state of a pass that has ended is
+    passed by: the next pass follows it. A loader that has opened no pass is not asked, since torchdata's would draw a
+    seed.
 
 Note [Epochs that begin after a resume]
     A run that was not interrupted reads the first batch of an epoch after the hooks ``on_train_epoch_start``, in which
@@ -58,14 +59,12 @@ import os
 import re
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from torch.utils.data import DataLoader, IterableDataset
@@ -78,6 +77,7 @@ from lt_zero.lightning.data_position.epochs import Epochs
 from lt_zero.lightning.data_position.inexact import inexact
 from lt_zero.lightning.data_position.iteration import RESTS, correct_counters, do_rest, rest_of
 from lt_zero.lightning.data_position.logged import EpochValues, are_values, restore_values, saved_values
+from lt_zero.lightning.data_position.openings import Opening, Openings
 from lt_zero.lightning.data_position.own_state import LONGEST, OwnState, are_states
 from lt_zero.lightning.data_position.random_state import RandomStates, own_or_derived
 from lt_zero.lightning.data_position.request import LoaderRequest
@@ -521,21 +521,24 @@ class LoaderPlace:
     cycled: bool
     exhausted: bool
     state: Any  # of a loader that resumes by itself; None: it has none, or was not asked
+    opening: Opening | None  # of the sampler of such a loader
     witness: Witness | None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers and tensors, and what the loader's own state has."""
         packed = {field.name: getattr(self, field.name) for field in fields(self)}
         packed["start"] = self.start.state_dict() if self.start is not None else None
+        packed["opening"] = self.opening.state_dict() if self.opening is not None else None
         packed["witness"] = self.witness.state_dict() if self.witness is not None else None
         return packed
 
     @classmethod
     def of(cls, packed: dict[str, Any], where: str) -> LoaderPlace:
         """Restore from ``state_dict`` without ``faults``. Raises: CheckpointError."""
-        start, witness = packed["start"], packed["witness"]
+        start, opening, witness = packed["start"], packed["opening"], packed["witness"]
         read = {
             "start": RandomStates.of(start, where) if start is not None else None,
+            "opening": Opening.of(opening, where) if opening is not None else None,
             "witness": Witness.of(witness, where) if witness is not None else None,
         }
         return cls(**{**packed, **read})
@@ -553,6 +556,9 @@ class LoaderPlace:
         maps = [packed["epochs"], packed["epochs_now"]]
         if not all(isinstance(found, dict) and all(isinstance(e, int) for e in found.values()) for found in maps):
             return ["epochs"]
+        opening = packed["opening"]
+        if opening is not None and not (isinstance(opening, dict) and are_states(opening.get("own"))):
+            return ["opening"]
         witness = packed["witness"]
         if witness is not None and not (isinstance(witness, dict) and isinstance(witness.get("digest"), int)):
             return ["witness"]
@@ -580,6 +586,7 @@ class LoaderPosition:
         self.start: RandomStates | None = None  # at the start of the pass
         self.own = OwnState(loader, self.stateful)
         self.own_start: dict[str, Any] = {}  # at the start of the pass
+        self._openings = Openings(loader, self.own) if self.stateful else None
         self.epochs: dict[str, int] = {}  # at the start of the pass
         self.fetched = 0  # batches in the pass
         self.served = 0  # batches in the epoch, over several passes
@@ -616,7 +623,7 @@ class LoaderPosition:
         self.fetched = 0
         self.epochs, self.witness = self._epochs.state_dict(), None
         self.openings += 1
-        return self.make()
+        return self._openings.passed(self.make) if self._openings is not None else self.make()
 
     def reading(self) -> None:
         """The next batch will be read."""
@@ -658,6 +665,7 @@ class LoaderPosition:
             cycled=self.cycled,
             exhausted=self.exhausted,
             state=state,
+            opening=self._openings.last if self._openings is not None else None,
             witness=self.witness,
         )
 
@@ -683,8 +691,10 @@ class LoaderPosition:
             return
         if self.stateful and state is not None:
             # The state is of a pass that was left: the next one begins after it.
+            untouched = self.own.take(everything=True)
             self.loader.load_state_dict(copy.deepcopy(state))
             self.make()
+            self.own.set(untouched)  # the sampler was opened
             self._loaded = state
         self._epochs.restore(place.epochs_now)  # may seed generators anew
         self.own.set(place.own_now)
@@ -702,12 +712,11 @@ class LoaderPosition:
         self.witness = place.witness
         # Lightning sets the epoch after it reads ahead, and counts an epoch that max_steps ended.
         self._epochs.restore(place.epochs)
-        if self.stateful and state is not None:
+        if self._openings is not None and state is not None:
             self.own.set(place.own)
             place.start.apply()
             self.loader.load_state_dict(copy.deepcopy(state))
-            with self._repeated_order(place):
-                batches = self.make()
+            batches = self._openings.passed(self.make, place.opening)
             self._loaded = state
         else:
             batches = self._repeat(place, count)
@@ -715,28 +724,6 @@ class LoaderPosition:
         # A loader that resumes by itself may draw the order as late as with its first batch.
         self.own.set(place.own_now, samples_only=self.stateful)
         self._resumed.append(self._or_next_pass(batches) if self.cycled else batches)
-
-    @contextmanager
-    def _repeated_order(self, place: LoaderPlace) -> Generator[None, None, None]:
-        """Context in which samplers that Lightning has wrapped draw the order of the pass each time they are opened.
-
-        torchdata's loaders open them several times to restore a state, and each would be another order.
-        """
-        wrappers = [part for part in self.own.parts.values() if isinstance(part, _DatasetSamplerWrapper)]
-
-        def draw(wrapper: _DatasetSamplerWrapper) -> None:
-            assert place.start is not None
-            place.start.apply()
-            self.own.set(place.own)
-            type(wrapper).reset(wrapper)
-
-        for wrapper in wrappers:
-            vars(wrapper)["reset"] = partial(draw, wrapper)
-        try:
-            yield
-        finally:
-            for wrapper in wrappers:
-                del vars(wrapper)["reset"]
 
     def _or_next_pass(self, batches: Iterator[Any]) -> Iterator[Any]:
         """``batches``, or those of a new pass if there are none.
