@@ -17,7 +17,6 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -87,8 +86,6 @@ class AutocastOutsideOfSteps:
         for module in self._mine:
             _modules[module] = device_type, dtype
             vars(module)[_MARK] = _Mark()
-            # Else the hook would stay after the last module.
-            weakref.finalize(module, _update).atexit = False
         _update()
 
     def remove(self) -> None:
@@ -128,8 +125,13 @@ def _update() -> None:
 def _begin(module: nn.Module, args: Any) -> None:
     """Enable autocast for a module that is called without it."""
     how = _modules.get(module)
+    if how is None:
+        # The last of the modules may be gone. Removing the hook when it is collected would be too early: that may be
+        # while torch.compile traces code in which the hook is called.
+        _update()
+        return
     # A recomputation in backward is as the forward was, in which the user may have disabled autocast.
-    if how is None or torch.is_autocast_enabled(how[0]) or in_running_backward():
+    if torch.is_autocast_enabled(how[0]) or in_running_backward():
         return
     # Without a cache: the weights have the compute dtype, and what is left to cast may change between calls.
     call = _OutermostCall(module, torch.autocast(how[0], dtype=how[1], cache_enabled=False))

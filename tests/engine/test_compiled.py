@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -112,6 +113,24 @@ def _table() -> dict[str, tuple[int, int]]:
         return _rows()
     finally:
         hook.remove()
+        _collected()
+
+
+def _collected() -> None:
+    """The last model of another run is collected while a graph is made, in which its hook is looked at."""
+    torch._dynamo.reset()
+    others = [nn.Linear(1, 1)]
+    AutocastOutsideOfSteps(others, torch.bfloat16, "cpu")
+
+    def collecting(graph: Any, inputs: Any) -> Any:
+        others.clear()
+        gc.collect()
+        return graph.forward
+
+    net = Block()
+    net.compile(fullgraph=True, backend=collecting)
+    net(torch.ones(2, 3, 10))
+    assert not others
 
 
 def _rows() -> dict[str, tuple[int, int]]:
