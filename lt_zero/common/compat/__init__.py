@@ -49,6 +49,7 @@ from lt_zero.common.compat.of_lightning import logged_step as logged_step
 from lt_zero.common.compat.of_lightning import module_from_checkpoint as module_from_checkpoint
 from lt_zero.common.compat.of_lightning import open_first as open_first
 from lt_zero.common.compat.of_lightning import override_dtype as override_dtype
+from lt_zero.common.compat.of_lightning import rename_weights as rename_weights
 from lt_zero.common.compat.of_lightning import set_device_mesh as set_device_mesh
 
 P = ParamSpec("P")
