@@ -156,6 +156,14 @@ def _loading(cls: type, checkpoint: Mapping[str, Any]) -> AbstractContextManager
     return made
 
 
+def _renamed(module: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Checkpoint for another strategy than this package's: the weights by the names that they have in ``module``."""
+    if "lt_zero" not in checkpoint or "state_dict" not in checkpoint:
+        return checkpoint
+    names = importlib.import_module("lt_zero.common.plain_names")
+    return {**checkpoint, "state_dict": names.renamed(checkpoint["state_dict"], names.names_of(module))}
+
+
 def _is_command() -> bool:
     """True if this process is ``lt-zero`` or ``python -m lt_zero.cli``, which need no strategies."""
     program = sys.argv[0].replace("\\", "/").rsplit("/", 1)[-1] if sys.argv else ""
@@ -166,5 +174,6 @@ if not _is_command():
     importlib.import_module("lt_zero.lightning.names").register_strategies()
     importlib.import_module("lt_zero.common.compat").open_first(_open_directory)
     importlib.import_module("lt_zero.common.compat").load_within(_loading)
+    importlib.import_module("lt_zero.common.compat").rename_weights(_renamed)
     if "lightning.pytorch.cli" in sys.modules:  # finds "class_path: ZeroStrategy" among the classes that are loaded
         importlib.import_module("lt_zero.lightning.strategy")

@@ -16,6 +16,7 @@ Note [Hooks and torch.compile]
     a ``Preparation`` is left out of graphs once that is made: all that the hook does is done before the forward, or at
     the end of backward, for all modules at once. Then a graph need not end at every module. Whether it is made is an
     attribute that the trace reads, so torch compiles the code again where it is not.
+    A hook on all modules of the process concerns few of them: graphs leave it out for those that have no mark.
 """
 
 from __future__ import annotations
@@ -90,17 +91,25 @@ class Hook:
     Args:
         call: the function.
         preparation: does the same, so that graphs leave the hook out; None: graphs break at it.
+        mark: an attribute that only modules for which the hook does something have, or have as not None; None: the hook
+            is for all.
     """
 
-    __slots__ = ("__weakref__", "_call", "_preparation")
+    __slots__ = ("__weakref__", "_call", "_mark", "_preparation")
 
-    def __init__(self, call: Callable[..., Any], preparation: Preparation | None = None) -> None:
+    def __init__(
+        self, call: Callable[..., Any], preparation: Preparation | None = None, mark: str | None = None
+    ) -> None:
         self._call: Callable[..., Any] = torch.compiler.disable(call)
         self._preparation = preparation
+        self._mark = mark
 
     @never_a_graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():  # False where this is not inside of a graph
+            # What the trace reads of the module is a guard: with an attribute, equal modules still share a graph.
+            if self._mark is not None and getattr(args[0], self._mark, None) is None:
+                return None
             prepared = self._preparation is not None and self._preparation.made
             if prepared and _leave_out():
                 return None

@@ -8,7 +8,8 @@ Note [Autocast outside of steps]
     the rounding of the compute dtype, those of fp32 weights. Any module may be called, so the hooks are global ones.
     Within a step (``within_step``), and inside of the outermost module, there are none: they would cost time for each
     layer. A compiled module that is called outside of steps is compiled as in a step: torch calls the hook before it
-    enters the graph, and it is gone while that runs.
+    enters the graph, and it is gone while that runs. The process may have compiled models of which the hook knows
+    nothing, also after the run: their graphs leave it out, since only the modules that it concerns have a mark.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,10 +25,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lt_zero.common.compat import in_running_backward
-from lt_zero.common.module_hooks import Hook
+from lt_zero.common.compat import GlobalPreHook, in_running_backward
+from lt_zero.common.module_hooks import Hook, ProcessLocal
 from lt_zero.common.tensor_tree import map_tensors
 
 _LOW = (torch.float16, torch.bfloat16)
@@ -61,8 +60,13 @@ class _RunningCall(threading.local):
 _calls = _RunningCall()
 # Modules with 16-bit weights inside: how they compute.
 _modules: WeakKeyDictionary[nn.Module, tuple[str, torch.dtype]] = WeakKeyDictionary()
-_handles: list[Any] = []  # of the global hook, while it is registered
+# An attribute of these modules, for graphs that call them.
+_MARK = "_lt_zero_runs_under_autocast"
 _quiet = 0  # steps and outermost calls that run
+
+
+class _Mark(ProcessLocal):
+    """Value of the attribute. Copies of a module, which no hook concerns, have None."""
 
 
 class AutocastOutsideOfSteps:
@@ -81,14 +85,14 @@ class AutocastOutsideOfSteps:
         self._mine = list(modules)
         for module in self._mine:
             _modules[module] = device_type, dtype
-            # Else the hook would stay after the last module.
-            weakref.finalize(module, _update).atexit = False
+            vars(module)[_MARK] = _Mark()
         _update()
 
     def remove(self) -> None:
         _end_interrupted()
         for module in self._mine:
             _modules.pop(module, None)
+            vars(module).pop(_MARK, None)
         self._mine = []
         _update()
 
@@ -114,17 +118,20 @@ def _update() -> None:
     """Register the global hook, or remove it, as it is needed."""
     # Ask for a module: a dictionary of weak references may still count those that are gone.
     needed = _quiet == 0 and next(iter(_modules.keys()), None) is not None
-    if needed and not _handles:
-        _handles.append(register_module_forward_pre_hook(Hook(_begin)))
-    elif not needed and _handles:
-        _handles.pop().remove()
+    if needed != _hook.registered:
+        _hook.register(needed)
 
 
 def _begin(module: nn.Module, args: Any) -> None:
     """Enable autocast for a module that is called without it."""
     how = _modules.get(module)
+    if how is None:
+        # The last of the modules may be gone. Removing the hook when it is collected would be too early: that may be
+        # while torch.compile traces code in which the hook is called.
+        _update()
+        return
     # A recomputation in backward is as the forward was, in which the user may have disabled autocast.
-    if how is None or torch.is_autocast_enabled(how[0]) or in_running_backward():
+    if torch.is_autocast_enabled(how[0]) or in_running_backward():
         return
     # Without a cache: the weights have the compute dtype, and what is left to cast may change between calls.
     call = _OutermostCall(module, torch.autocast(how[0], dtype=how[1], cache_enabled=False))
@@ -145,6 +152,9 @@ def _begin(module: nn.Module, args: Any) -> None:
     # torch has collected the hooks before this call already: ``enter`` is called for those inside of it only.
     call.handles.append(module.register_forward_pre_hook(Hook(enter)))
     call.handles.append(module.register_forward_hook(Hook(leave), always_call=True))
+
+
+_hook = GlobalPreHook(Hook(_begin, mark=_MARK))
 
 
 def _end_interrupted() -> None:

@@ -91,6 +91,10 @@ def test_trainer(pool: Pool, tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "lightnings.ckpt", weights_only=False)["state_dict"]
     assert any("_orig_mod." in name for name in saved), "Lightning saves torch's names"
     pool.run(2, _resumes, str(tmp_path), str(tmp_path / "lightnings.ckpt"))
+    for number in (0, 1):  # a directory and a file
+        module = Module("blocks", 1)  # another strategy loads them by the names of torch
+        single_trainer().validate(module, ckpt_path=str(tmp_path / str(number)), verbose=False, **trust(False))
+        torch.testing.assert_close(dict(plain_names.state_dict(module)), torch.load(tmp_path / f"{number}.pt"))
 
 
 def _compiled(way: str) -> Any:

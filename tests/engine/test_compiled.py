@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,8 @@ from torch._dynamo.utils import counters
 
 import lt_zero
 from lt_zero.engine.gather import Gatherer
-from tests.support.models import Net, next_token_loss, tokens
+from lt_zero.engine.outside_steps import AutocastOutsideOfSteps, within_step
+from tests.support.models import Block, Net, next_token_loss, tokens
 from tests.support.parity import RELEASE, config_of, full_values
 from tests.support.pool import Pool
 
@@ -104,6 +106,34 @@ def _mean_loss(model: nn.Module, step: int) -> Tensor:
 
 
 def _table() -> dict[str, tuple[int, int]]:
+    """Graphs and breaks while the process has the model of another run, whose hook is on all modules."""
+    other = nn.Linear(1, 1)
+    hook = AutocastOutsideOfSteps([other], torch.bfloat16, "cpu")
+    try:
+        return _rows()
+    finally:
+        hook.remove()
+        _collected()
+
+
+def _collected() -> None:
+    """The last model of another run is collected while a graph is made, in which its hook is looked at."""
+    torch._dynamo.reset()
+    others = [nn.Linear(1, 1)]
+    AutocastOutsideOfSteps(others, torch.bfloat16, "cpu")
+
+    def collecting(graph: Any, inputs: Any) -> Any:
+        others.clear()
+        gc.collect()
+        return graph.forward
+
+    net = Block()
+    net.compile(fullgraph=True, backend=collecting)
+    net(torch.ones(2, 3, 10))
+    assert not others
+
+
+def _rows() -> dict[str, tuple[int, int]]:
     found = {}
     rows: list[tuple[str, Callable[[Net, bool], Net], bool]] = [
         ("block.compile()", _blocks, True),
@@ -117,8 +147,23 @@ def _table() -> dict[str, tuple[int, int]]:
             row = f"{name}, {'DDP' if stage is None else f'stage {stage}'}"
             found[row] = _train(net, build, fullgraph, stage)
     found["engine.compile(), stage 2"] = _of_engine()
+    found["beside steps of another run"] = _beside_steps()
     _of_functions()
     return found
+
+
+def _beside_steps() -> tuple[int, int]:
+    """A compiled model that is called in steps of another run and between them: the hook goes and comes."""
+    torch._dynamo.reset()
+    counters.clear()
+    net = Block()
+    net.compile(fullgraph=True, **BACKEND)
+    rows = torch.ones(2, 3, 10)
+    for _ in range(10):  # more than torch compiles again before it gives up
+        net(rows)
+        with within_step():
+            net(rows)
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
 def _of_engine() -> tuple[int, int]:
@@ -179,16 +224,12 @@ TABLE = {
     "model.compile(), stage 2": (1, 0),
     "model.compile(), stage 3": (1, 0),
     "engine.compile(), stage 2": (1, 0),
+    "beside steps of another run": (2, 0),
 }
 
 
-def test_graphs_and_breaks() -> None:
-    pool = Pool()  # fresh processes: graphs depend on what a process has compiled and hooked before
-    try:
-        tables = pool.run(2, _table)
-    finally:
-        pool.close()
-    for found in tables:
+def test_graphs_and_breaks(pool: Pool) -> None:
+    for found in pool.run(2, _table):
         assert found == TABLE
 
 

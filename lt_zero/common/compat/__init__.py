@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.nn.modules import module as module_of_modules
 from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
@@ -48,6 +49,7 @@ from lt_zero.common.compat.of_lightning import logged_step as logged_step
 from lt_zero.common.compat.of_lightning import module_from_checkpoint as module_from_checkpoint
 from lt_zero.common.compat.of_lightning import open_first as open_first
 from lt_zero.common.compat.of_lightning import override_dtype as override_dtype
+from lt_zero.common.compat.of_lightning import rename_weights as rename_weights
 from lt_zero.common.compat.of_lightning import set_device_mesh as set_device_mesh
 
 P = ParamSpec("P")
@@ -87,6 +89,35 @@ def evaluated_in_tracing(function: Callable[P, T]) -> Callable[P, T]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+class GlobalPreHook:
+    """A hook before the forwards of all modules that is registered and removed again and again.
+
+    It always has the same place in torch's table. Graphs of torch.compile are made for certain contents of the table,
+    so with another place each time they would be compiled again each time, and soon not any more.
+
+    Args:
+        hook: is called with the module and its positional arguments.
+    """
+
+    def __init__(self, hook: Callable[[torch.nn.Module, Any], Any]) -> None:
+        self._hook = hook
+        self._place: int | None = None
+
+    @property
+    def registered(self) -> bool:
+        return self._place in module_of_modules._global_forward_pre_hooks
+
+    def register(self, registered: bool) -> None:
+        """Register the hook, or remove it."""
+        table = module_of_modules._global_forward_pre_hooks
+        if not registered and self._place is not None:
+            table.pop(self._place, None)
+        elif registered and self._place is None:
+            self._place = module_of_modules.register_module_forward_pre_hook(self._hook).id
+        elif registered and self._place is not None:
+            table[self._place] = self._hook
 
 
 # ``__torch_function__`` of subclasses that define ``__torch_dispatch__`` only.

@@ -143,6 +143,7 @@ def logged_step(trainer: Any) -> int:
 _LOAD = ("lightning.fabric.utilities.cloud_io", "_load")
 _LOADING = (_LOAD, ("lightning.fabric.plugins.io.torch_io", "pl_load"), ("lightning.pytorch.core.saving", "pl_load"))
 
+_LOADS_WEIGHTS = ("lightning.pytorch.strategies.strategy", "Strategy", "load_model_state_dict")
 _MAKES_MODULE = ("lightning.pytorch.core.saving", "_load_state")
 
 
@@ -193,6 +194,26 @@ def load_within(context: Callable[[Any, dict[str, Any]], AbstractContextManager[
 
     load.has_context = True  # type: ignore[attr-defined]
     setattr(sys.modules[module], name, load)
+
+
+def rename_weights(renamed: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> None:
+    """Let strategies that load a checkpoint's weights into a module load ``renamed(module, checkpoint)``. Idempotent.
+
+    A strategy with a loading of its own (FSDP, this package's) goes on as before, as does a version of Lightning without
+    this method.
+    """
+    module, name, method = _LOADS_WEIGHTS
+    cls = getattr(sys.modules.get(module), name, None)
+    known = getattr(cls, method, None)
+    if cls is None or known is None or getattr(known, "renames", False):
+        return
+
+    @functools.wraps(known)
+    def load(strategy: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return known(strategy, renamed(strategy.lightning_module, checkpoint), *args, **kwargs)
+
+    load.renames = True  # type: ignore[attr-defined]
+    setattr(cls, method, load)
 
 
 def module_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | None, kwargs: dict[str, Any]) -> Any:
