@@ -49,6 +49,7 @@ _ABORT_S = 10.0
 _SERVES, _TAKEN = "server socket has failed to listen", "EADDRINUSE"
 _LINGER_S = 10.0  # that rank 0 waits for others that read why one has failed
 _set_ups: list[int] = []  # numbers of the calls of ``await_all``
+_inherited: list[object] = []  # groups of a process that has forked this one, which are kept for ever
 
 
 def backend_of(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
@@ -443,6 +444,16 @@ def try_gloo() -> None:
 def nccl_version() -> str:
     """The version of torch's NCCL; "" if it is built without."""
     return accelerator.nccl_version() if dist.is_available() and dist.is_nccl_available() else ""
+
+
+def leave_inherited_groups() -> None:
+    """Forget the process groups that this process has from the one that forked it; no-op if there are none.
+
+    Their threads are not here. The groups stay in memory, as their ends would wait for these threads.
+    """
+    if dist.is_initialized():
+        _inherited.append(compat.process_groups_with_stores())
+        dist.destroy_process_group()
 
 
 def begin_restarted(backend: str, timeout: timedelta | None, device: torch.device | None) -> None:
