@@ -53,6 +53,7 @@ _SPARE = 8  # descriptors that the set-up of a run needs beside its groups, and 
 _FAILED = 1  # in the answer of rank 0: the store tells which rank has failed
 _FULL = 2  # likewise, added to the number of a rank: the table of its descriptors is full
 _set_ups: list[int] = []  # numbers of the calls of ``await_all``
+_inherited: list[object] = []  # groups of a process that has forked this one, which are kept for ever
 
 
 def backend_of(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
@@ -485,6 +486,16 @@ def try_gloo() -> None:
 def nccl_version() -> str:
     """The version of torch's NCCL; "" if it is built without."""
     return accelerator.nccl_version() if dist.is_available() and dist.is_nccl_available() else ""
+
+
+def leave_inherited_groups() -> None:
+    """Forget the process groups that this process has from the one that forked it; no-op if there are none.
+
+    Their threads are not here. The groups stay in memory, as their ends would wait for these threads.
+    """
+    if dist.is_initialized():
+        _inherited.append(compat.process_groups_with_stores())
+        dist.destroy_process_group()
 
 
 def begin_restarted(backend: str, timeout: timedelta | None, device: torch.device | None) -> None:

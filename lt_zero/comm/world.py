@@ -197,6 +197,13 @@ class World(Ranks):
                     with suppress(ValueError):
                         destroy_group(group)
 
+    def reaches_all_of(self, later: World) -> bool:
+        """True if the ranks of a ``later`` run are those of this one, and its process groups still exist.
+
+        They may be others where a process was forked, or has made its default process group anew.
+        """
+        return self.size == later.size and (self.process_group is None or exists(self.process_group))
+
     # ---- sets of ranks -------------------------------------------------------------------------------------------
 
     def new_group(

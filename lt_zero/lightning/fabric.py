@@ -23,8 +23,7 @@ from lt_zero.checkpoint.native.load import engine_of, restore_weights
 from lt_zero.checkpoint.native.save import FABRIC
 from lt_zero.checkpoint.open import load_same
 from lt_zero.comm.before_joining import met, watch_start
-from lt_zero.comm.launchers import refuse_own_launcher
-from lt_zero.comm.process_groups import begin_restarted, check_device, is_chosen, joining
+from lt_zero.comm.process_groups import begin_restarted, check_device, init_alone, is_chosen, joining
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World, together
 from lt_zero.common import accelerator
@@ -40,9 +39,9 @@ from lt_zero.lightning.arguments import check_launch, explained, with_sizes_of_m
 from lt_zero.lightning.checkpoint_plugin import writes_directories
 from lt_zero.lightning.data_position.position import tracked
 from lt_zero.lightning.fabric_items import FabricItems, ShardedModule, optimizer_state, whole
+from lt_zero.lightning.launchers import FabricLauncher, choose_start, is_launched_alone
 from lt_zero.lightning.place import launched_place, place_of
 from lt_zero.lightning.precision import ZeroPrecision
-from lt_zero.lightning.setup import shorten_errors
 from lt_zero.parallel.mesh import DeviceMesh
 from lt_zero.parallel.sequence.batches import HOOK
 from lt_zero.session.checkpoints import (
@@ -173,11 +172,14 @@ class FabricZeroStrategy(DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        if self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally:
-            refuse_own_launcher()
+        assert self.cluster_environment is not None
+        start_method = choose_start(self, self.config.zero_optimization.stage, self._start_method)
+        if start_method is None:
+            return
+        self._start_method = start_method
         super()._configure_launcher()
-        if self._start_method != "popen":
-            shorten_errors(self._launcher)
+        if start_method != "popen":
+            self._launcher = FabricLauncher(self, start_method)
 
     @property
     @override
@@ -189,6 +191,10 @@ class FabricZeroStrategy(DDPStrategy):
     def _setup_distributed(self) -> None:
         check_device(self.root_device, self.num_nodes * self.num_processes, self._get_process_group_backend())
         device = self.root_device if self.root_device.type != "cpu" else None
+        # A process of multiprocessing has the ranks of its parent until now, and would meet the others as rank 0.
+        self._set_world_ranks()
+        if is_launched_alone(self):
+            init_alone(self._get_process_group_backend(), self._timeout)
         place = place_of(self.cluster_environment, self.global_rank, self.num_nodes * self.num_processes)
         with joining(self.config.communication.link_timeout), met(place, self._timeout):
             begin_restarted(self._get_process_group_backend(), self._timeout, device)

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,7 +22,6 @@ from torch.optim import Optimizer
 
 from lt_zero.activation.checkpointing import installed
 from lt_zero.comm.agreement import Agreement
-from lt_zero.comm.ended_ranks import call_with_short_errors
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.compat import SignalOverride, log_graph_by
@@ -49,16 +47,6 @@ _NEEDS_WHOLE: dict[type[callbacks.Callback], str] = {
     callbacks.WeightAveraging: _COPIES,
     callbacks.ModelPruning: "computes masks from full parameters and replaces these",
 }
-
-
-def shorten_errors(launcher: Any) -> None:
-    """Let the processes that a launcher of multiprocessing starts hand on errors without the frames of packages."""
-    # A partial, not a closure, since it is pickled with the strategy.
-    launcher.launch = partial(_launch, launcher)
-
-
-def _launch(launcher: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return type(launcher).launch(launcher, partial(call_with_short_errors, function), *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -168,7 +156,7 @@ def find_engine(
             _check_end(engine.world, world)
         same = engine.config == config and engine.policy == policy
         mine = engine.root is module and (engine is last or same)
-        reused = mine and len(owners) == 1 and owns_all(engine)
+        reused = mine and len(owners) == 1 and owns_all(engine) and engine.world.reaches_all_of(world)
         average = average_of(engine)
         if average is not None and not (reused and average.finished and not fits):
             average.end()

@@ -24,8 +24,7 @@ from typing_extensions import override
 
 from lt_zero.activation.checkpointing import install, installed, uninstall
 from lt_zero.comm.before_joining import met, watch_start
-from lt_zero.comm.launchers import refuse_own_launcher
-from lt_zero.comm.process_groups import begin_restarted, check_device, joining
+from lt_zero.comm.process_groups import begin_restarted, check_device, init_alone, joining
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.common.compat import before_distribution, counts_batches, set_device_mesh
@@ -40,6 +39,7 @@ from lt_zero.engine.full_params import restore_whole, sync_buffers
 from lt_zero.engine.materialize import ConstructionSharder
 from lt_zero.lightning import setup as set_up
 from lt_zero.lightning.arguments import check_launch, explained, with_sizes_of_mesh
+from lt_zero.lightning.launchers import TrainerLauncher, choose_start, is_launched_alone
 from lt_zero.lightning.metrics import count_all_ranks, count_data_ranks
 from lt_zero.lightning.place import launched_place, place_of
 from lt_zero.lightning.precision import ZeroPrecision
@@ -202,11 +202,14 @@ class ZeroStrategy(RunQueries):
 
     @override
     def _configure_launcher(self) -> None:
-        if self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally:
-            refuse_own_launcher()
+        assert self.cluster_environment is not None
+        start_method = choose_start(self, self.stage, self._start_method)
+        if start_method is None:
+            return
+        self._start_method = start_method
         super()._configure_launcher()
-        if self._start_method != "popen":
-            set_up.shorten_errors(self._launcher)
+        if start_method != "popen":
+            self._launcher = TrainerLauncher(self, start_method)
 
     @property
     @override
@@ -218,6 +221,10 @@ class ZeroStrategy(RunQueries):
     def setup_distributed(self) -> None:
         check_device(self.root_device, self.num_nodes * self.num_processes, self._get_process_group_backend())
         device = self.root_device if self.root_device.type != "cpu" else None
+        # A process of multiprocessing has the ranks of its parent until now, and would meet the others as rank 0.
+        self.set_world_ranks()
+        if is_launched_alone(self):
+            init_alone(self._get_process_group_backend(), self._timeout)
         place = place_of(self.cluster_environment, self.global_rank, self.num_nodes * self.num_processes)
         with joining(self.config.communication.link_timeout), met(place, self._timeout):  # Lightning waits here, too
             begin_restarted(self._get_process_group_backend(), self._timeout, device)

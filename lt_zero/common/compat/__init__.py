@@ -42,6 +42,7 @@ from lt_zero.common.compat.of_lightning import announce_device as announce_devic
 from lt_zero.common.compat.of_lightning import asked_precision as asked_precision
 from lt_zero.common.compat.of_lightning import counts_batches as counts_batches
 from lt_zero.common.compat.of_lightning import is_default_logger as is_default_logger
+from lt_zero.common.compat.of_lightning import is_interactive as is_interactive
 from lt_zero.common.compat.of_lightning import is_plain_closure as is_plain_closure
 from lt_zero.common.compat.of_lightning import load_within as load_within
 from lt_zero.common.compat.of_lightning import log_graph_by as log_graph_by
@@ -156,6 +157,11 @@ def without_values() -> Any:
 def process_groups() -> list[Any]:
     """The process groups of this process that are not destroyed."""
     return list(distributed_c10d._world.pg_map)
+
+
+def process_groups_with_stores() -> dict[Any, Any]:
+    """The process groups of this process that are not destroyed, each with its backend and its store."""
+    return dict(distributed_c10d._world.pg_map)
 
 
 def destroy_group(group: Any) -> None:

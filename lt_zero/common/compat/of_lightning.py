@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins import HalfPrecision  # only the strategy imports lightning at run time
 
 
+def is_interactive() -> bool:
+    """True if Lightning takes this process for an interactive one: a notebook, or a Python prompt."""
+    from lightning.fabric.utilities import imports
+
+    return bool(imports._IS_INTERACTIVE)
+
+
 def announce_device(root: torch.nn.Module, device: torch.device) -> None:
     """Let the modules of Lightning in ``root`` report ``device`` as theirs, without moving anything."""
     for module in root.modules():

@@ -81,6 +81,31 @@ class TrainingLoops:
             self._epoch._batches_that_stepped -= 1
 
 
+def _progress(trainer: Any) -> dict[str, Any]:
+    """What counts the steps, batches and epochs of a Trainer that fits."""
+    fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    return {
+        "epochs": fit.epoch_progress,
+        "batches": epoch.batch_progress,
+        "schedules": epoch.scheduler_progress,
+        "automatic": epoch.automatic_optimization.optim_progress,
+        "manual": epoch.manual_optimization.optim_step_progress,
+    }
+
+
+def progress_of(trainer: Any) -> dict[str, Any]:
+    """How far a Trainer has come, as plain numbers: steps, batches, epochs."""
+    counts = {name: counter.state_dict() for name, counter in _progress(trainer).items()}
+    return {**counts, "logged steps": trainer.fit_loop.epoch_loop._batches_that_stepped}
+
+
+def set_progress(trainer: Any, counts: Mapping[str, Any]) -> None:
+    """Let a Trainer report that it has come as far as ``progress_of`` says of another one."""
+    for name, counter in _progress(trainer).items():
+        counter.load_state_dict(counts[name])
+    trainer.fit_loop.epoch_loop._batches_that_stepped = counts["logged steps"]
+
+
 # ---- logged values ---------------------------------------------------------------------------------------------------
 
 
