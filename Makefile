@@ -7,7 +7,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-3d test test-slow golden conformance faults lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
-	bench-parallel bench-sequence bench-nodes bench-scale bench-experts gpu compat docs release clean
+	bench-parallel bench-sequence bench-nodes bench-scale bench-experts gpu compat compat-peers docs release clean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -138,6 +138,13 @@ compat: ## Build the wheel with PYTHON, install it into a clean environment, run
 		"$$wheel[dev,examples]" $(WITH)
 	git ls-files -z | grep -zv '^lt_zero/' | xargs -0 cp --parents -P -t $(COMPAT)/source  # not the package itself
 	COMPILER=$(COMPILER) JOBS=$(JOBS) sh tests/support/compat.sh $(COMPAT) $(TESTS)
+
+PEERS ?= build/peers
+
+compat-peers: ## Run the slow tests of libraries that drive DeepSpeed (transformers, Accelerate, peft, TRL), at pinned versions
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt -e ".[dev]" -r constraints-peers.txt
+	$(PEERS)/bin/python -m pytest -m slow --timeout 1200 tests/deepspeed
 
 DIST := dist
 RELEASE := build/release

@@ -230,6 +230,11 @@ _ONE_BIT: Mapping[str, Sequence[str]] = {  # arguments of 1-bit optimizers, by t
     ),
 }
 _FREE = {("optimizer", "params"), ("scheduler", "params")}  # checked where their type is known
+# Sizes that TRL computes for its reference models. It writes each as one name with a dot, which DeepSpeed drops.
+_DROPPED = frozenset(
+    f"{ZERO}.{name}"
+    for name in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+)
 
 
 def classify(document: Document, schema: type[Block], checks: Mapping[str, Check]) -> Document:
@@ -293,6 +298,9 @@ def _foreign(document: Document, path: KeyPath, value: Any, hint: Callable[[KeyP
     if isinstance(value, Mapping) and below(path) and (row is None or row.status == "no_effect"):
         for name in value:
             _foreign(document, (*path, name), value[name], hint)
+    elif row is None and len(path) == 1 and key in _DROPPED:
+        text = f"{key}{NO_EFFECT}it is one name with a dot in it, which DeepSpeed drops, too. "
+        document.notices.append(Notice(key, f"{text}Write the key into its block.", document.mark(path), "no effect"))
     elif row is None:
         document.problem(path, f"{key} is not a key of lt_zero or DeepSpeed.{hint(path, value)}")
     elif row.status == "no_effect":
@@ -311,6 +319,9 @@ def _hint(document: Document, path: KeyPath, value: Any, schema: type[Block], ch
     key = dotted(path)
     if len(key) > _LONGEST:
         return _NO_HINT
+    if "." in str(path[-1]) and key in accepted(schema):
+        block, _, name = key.rpartition(".")
+        return f" It is one name with a dot in it: write {name} into the block {block}."
     if near := nearest(key, accepted(schema)):
         return f" Did you mean {near}?"
     if len(path) == 2 and (check := checks.get(str(path[0]))) is not None:

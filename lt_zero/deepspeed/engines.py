@@ -19,7 +19,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.load import examine, plain
 from lt_zero.deepspeed.huggingface import mark_optimizer
 from lt_zero.deepspeed.sharding import leaf_modules, mark_parameters
-from lt_zero.loop.engine import TrainingEngine
+from lt_zero.loop.engine import TrainingEngine, ended
 from lt_zero.loop.initialize import config_of
 from lt_zero.loop.initialize import initialize as _initialize
 
@@ -45,6 +45,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
             given["args"].deepspeed_config = None
     if given.get("dist_init_required") is not False:
         init_distributed(distributed_port=given.get("distributed_port"))
+    _give_way(given.get("model"))
     made = _initialize(**given)
     made[0].tracks_norm = True
     mark_optimizer(made[0])
@@ -52,6 +53,16 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         mark_parameters(made[0].module)
     _engines.append(weakref.ref(made[0]))
     return made
+
+
+def _give_way(model: Any) -> None:
+    """End the engines of a model that only computed with it: they have no optimizer. Then another one may take it.
+
+    TRL makes such an engine for the log-probabilities of the model before it is trained.
+    """
+    for engine in filter(None, (made() for made in _engines)):
+        if engine.module is model and engine.optimizer is None and engine.engine not in ended:
+            engine.destroy()
 
 
 class _EngineType(type):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.loop.engine import TrainingEngine
@@ -95,8 +96,34 @@ class InnerOptimizer:
         setattr(self.__dict__["_optimizer"](), name, value)
 
 
+class ParameterOffload:
+    """``optimizer.parameter_offload`` of stage 3: where DeepSpeed keeps the hooks that gather and release weights.
+
+    TRL takes these hooks off while a model generates inside of ``GatheredParameters``, and has them put back after it.
+    Here they can stay, because a forward takes weights that are gathered already as they are. So there are none to
+    take off.
+
+    Attributes:
+        forward_hooks, backward_hooks: empty lists, which may be replaced.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The model."""
+        return self._module()
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Do nothing: the hooks are in place."""
+
+
 def mark_optimizer(engine: TrainingEngine) -> None:
-    """Give an optimizer what scripts ask of DeepSpeed's: ``optimizer``; under fp16 ``loss_scaler`` and ``overflow``.
+    """Give an optimizer what scripts ask of DeepSpeed's: ``optimizer``; at stage 3 ``parameter_offload``; under fp16
+    ``loss_scaler`` and ``overflow``.
 
     Accelerate's schedules wait after ``overflow``.
     """
@@ -104,6 +131,8 @@ def mark_optimizer(engine: TrainingEngine) -> None:
     if optimizer is None:
         return
     optimizer.optimizer = InnerOptimizer(optimizer)
+    if engine.zero_optimization_stage() == 3:
+        optimizer.parameter_offload = ParameterOffload(engine.module)
     if engine.fp16_enabled():
         optimizer.overflow = SkippedStep(engine)
         optimizer.loss_scaler = optimizer.loss_scale_config = LossScaleView(engine.loss_scale_controller)

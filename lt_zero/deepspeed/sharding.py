@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from itertools import count
 from typing import Any
@@ -77,16 +77,26 @@ _numbers = count()  # of the parameters of all models
 
 def mark_parameters(model: nn.Module) -> None:
     """Give the parameters of a sharded model what scripts and libraries ask: ``ds_id``, ``ds_status``, their sizes,
-    and ``ds_persist``, which is True for those that stay whole.
+    ``ds_persist``, which is True for those that stay whole, and ``ds_active_sub_modules``, an empty set. Give its
+    modules ``ds_external_parameters()``, which has none.
 
     ``ds_tensor`` is computed when it is asked for, so it is an attribute of their class.
     """
     setattr(Parameter, "ds_tensor", property(_part))  # noqa: B010
+    for module in model.modules():
+        module.__dict__["ds_external_parameters"] = _no_external_parameters
     for parameter in model.parameters():
         sizes = {"ds_id": next(_numbers), "ds_shape": parameter.shape, "ds_numel": parameter.numel()}
         kept = {"ds_persist": not is_guarded(parameter), "ds_status": _Status(parameter)}
-        for name, value in {**sizes, **kept}.items():
+        for name, value in {**sizes, **kept, "ds_active_sub_modules": set()}.items():
             setattr(parameter, name, value)
+
+
+def _no_external_parameters() -> Iterator[tuple[str, Parameter]]:
+    """Names and parameters that were registered with a module that does not own them: none, see
+    ``register_external_parameter``.
+    """
+    return iter(())
 
 
 class ZeroParamType(Enum):

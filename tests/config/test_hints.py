@@ -81,6 +81,20 @@ def test_the_plain_optimizer_takes_the_file_of_a_1_bit_one(type_: str, more: dic
         assert f"optimizer.params.{name} has no effect here" in said(loaded)
 
 
+def test_names_with_dots() -> None:
+    """Sizes that TRL writes so are dropped, as by DeepSpeed. All others are problems that say how to write them."""
+    zero = {"stage": 3, "reduce_bucket_size": 500}
+    sizes = {"reduce_bucket_size": 576, "stage3_param_persistence_threshold": 240, "stage3_prefetch_bucket_size": 518.4}
+    loaded = examine({"zero_optimization": zero, **{f"zero_optimization.{name}": size for name, size in sizes.items()}})
+    assert loaded.usable().zero_optimization.reduce_bucket_size == 500
+    for name in sizes:
+        assert f"zero_optimization.{name} has no effect here" in said(loaded)
+    (problem,) = examine({"zero_optimization.stage": 3}).problems
+    assert "write stage into the block zero_optimization" in problem.message
+    (problem,) = examine({"zero_optimization": {"offload_param.device": "cpu"}}).problems
+    assert "write device into the block zero_optimization.offload_param" in problem.message
+
+
 def test_the_advised_optimizer_takes_the_file() -> None:
     config = {"optimizer": {"type": "MuAdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}}}
     (problem,) = examine(config).problems

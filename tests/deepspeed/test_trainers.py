@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,55 @@ def _status() -> None:
     engine.destroy()
 
 
-def test_status_of_parameters(pool: Pool) -> None:
-    pool.run(2, _status)
+def _generation() -> None:
+    """What TRL does around the generation of a model at stage 3, and for log-probabilities before training."""
+    from lt_zero.deepspeed.engines import initialize
+
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7)), torch.ones(2, 5)
+    twin, wanted = deepcopy(model), model(batch).detach()
+    reference, *_ = initialize(model=model, config={"zero_optimization": zero})
+    reference.eval()
+    assert torch.equal(reference(batch), wanted)
+    made = torch.optim.SGD(model.parameters(), 0.1)  # an engine that trains the model takes it
+    engine, optimizer, *_ = initialize(model=model, optimizer=made, config={"zero_optimization": zero})
+    offload: Any = optimizer.parameter_offload
+    assert offload.module is model
+    for module in model.modules():
+        assert list(module.ds_external_parameters()) == []  # type: ignore[operator]
+    with lt_zero.GatheredParameters(engine.parameters()):
+        for _, parameter in model.named_parameters():
+            parameter.ds_active_sub_modules.clear()  # type: ignore[attr-defined]
+        for hook in [*offload.forward_hooks, *offload.backward_hooks]:
+            hook.remove()
+        offload.forward_hooks, offload.backward_hooks = [], []
+        with torch.no_grad():
+            assert torch.equal(engine.module(batch), wanted)
+        offload._register_deepspeed_module(offload.module)
+    engine.train()
+    for _ in range(2):
+        engine.backward(engine(batch).sum())
+        engine.step()
+    plain = torch.optim.SGD(twin.parameters(), 0.1)
+    for _ in range(2):
+        plain.zero_grad()
+        twin(batch).sum().backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 1.0)  # DeepSpeed's default
+        plain.step()
+    torch.testing.assert_close(engine(batch), twin(batch))
+    with pytest.raises(ValueError, match="sharded already"):
+        initialize(model=model, config={"zero_optimization": zero})  # this one trains it
+    engine.destroy()
+
+
+def _marks() -> None:
+    _status()
+    _generation()
+
+
+def test_marks_of_parameters_and_optimizers(pool: Pool) -> None:
+    pool.run(2, _marks)
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
