@@ -39,6 +39,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
 from lt_zero.config.rules import one_bit
 from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.compiled_blocks import compile_blocks
 from lt_zero.engine.engine import Engine, has_groups
 from lt_zero.engine.fp32_modules import Fp32Modules, find_fp32_modules, install_fp32_modules
 from lt_zero.engine.full_params import use_outside
@@ -185,11 +186,13 @@ def _shard(
             if training and policy.moments is not None:
                 warn_of_wide_moments(plan, policy.moments)
         check_build(plan, config, policy, group, training)
-        tiles = undo.pop_all()
+        if not config.compile.disable:
+            undo.callback(compile_blocks(module, config.compile, may_have_none=config.pipeline.ranks > 1).remove)
+        installed = undo.pop_all()
     if config.sparse_attention is not None:
         install_sparse_attention(module, config, group.world.rank)
     engine = _build(module, device, plan, config, policy, group, groups, training, saved, parts)
-    engine.handles.append(_Undo(tiles))
+    engine.handles.append(_Undo(installed))
     return engine
 
 

@@ -189,6 +189,11 @@ def _rename_values(document: Document) -> None:
         shown = f"{dotted(path)}: {str(value).lower()} is read as {dotted((*path, key))}={meant}. Write the latter."
         document.tell(path, shown)
         document.put(path, {key: meant})
+    path = ("compile",)
+    value = document.get(path)
+    if isinstance(value, Mapping) and "deepcompile" in value and not value["deepcompile"]:
+        # The other keys of DeepCompile are switched off with it.
+        document.put(path, {name: value[name] for name in ("disable", "backend", "kwargs") if name in value})
     path = ("gradient_clipping",)
     value = document.get(path)
     if not isinstance(value, Mapping) or set(value) - {"enabled", "clip_value"}:
@@ -295,7 +300,10 @@ def _special(
 def _foreign(document: Document, path: KeyPath, value: Any, hint: Callable[[KeyPath, Any], str]) -> None:
     """A key that the schema does not have."""
     row, key = lookup(path), dotted(path)
-    if isinstance(value, Mapping) and below(path) and (row is None or row.status == "no_effect"):
+    if str(path[-1]).startswith("_"):
+        text = f"{key}{NO_EFFECT}its name begins with an underscore, so it is read as a comment."
+        document.notices.append(Notice(key, text, document.mark(path), "no effect"))
+    elif isinstance(value, Mapping) and below(path) and (row is None or row.status == "no_effect"):
         for name in value:
             _foreign(document, (*path, name), value[name], hint)
     elif row is None and len(path) == 1 and key in _DROPPED:

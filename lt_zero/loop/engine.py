@@ -42,7 +42,7 @@ from lt_zero.comm.process_groups import own_gpu
 from lt_zero.comm.world import World, together
 from lt_zero.common import accelerator, plain_names
 from lt_zero.common.arguments import expect, expect_path, wrong
-from lt_zero.common.compat import never_a_graph, without_torch_function
+from lt_zero.common.compat import is_compiled, never_a_graph, without_torch_function
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.common.garbage import without_gc
 from lt_zero.common.tensor_tree import map_tensors
@@ -188,10 +188,30 @@ class TrainingEngine(EngineQueries):
 
     @override
     def compile(
-        self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **options: Any
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+        **options: Any,
     ) -> None:
-        """Compile the module, as ``engine.module.compile`` does; ``compile_kwargs`` and ``options`` are its options."""
+        """Compile the module, as ``engine.module.compile`` does; ``compile_kwargs`` and ``options`` are its options.
+
+        Raises:
+            ValueError: ``schedule`` or ``compiled_autograd_enabled`` is given, which are for DeepCompile.
+        """
+        given = {"schedule": schedule, "compiled_autograd_enabled": compiled_autograd_enabled}
+        if name := next((name for name, value in given.items() if value), None):
+            raise ValueError(
+                f"engine.compile({name}={given[name]!r}) sets up DeepCompile, which is not in lt_zero. Remove the "
+                "argument: the module is compiled by torch.compile."
+            )
         self.module.compile(backend=backend, **(compile_kwargs or {}), **options)
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if ``compile`` was called for the module."""
+        return is_compiled(self.module)
 
     # Under ``torch.compile(engine)`` the graph is that of the module's forward.
     @never_a_graph

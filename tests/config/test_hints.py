@@ -13,7 +13,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config import keys as key_table
 from lt_zero.config.blocks import SPARSE_MODES
 from lt_zero.config.catalog import entries
-from lt_zero.config.load import Loaded, examine
+from lt_zero.config.load import Loaded, examine, resolved
 from tests.support.reach_engine import nested
 
 ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-3}}
@@ -93,6 +93,39 @@ def test_names_with_dots() -> None:
     assert "write stage into the block zero_optimization" in problem.message
     (problem,) = examine({"zero_optimization": {"offload_param.device": "cpu"}}).problems
     assert "write device into the block zero_optimization.offload_param" in problem.message
+
+
+def test_names_with_an_underscore_are_comments() -> None:
+    zero = {"stage": 2, "_stage": 3, "_why": ["any", "value"]}
+    loaded = examine({"_comment": "of the author", "zero_optimization": zero, "_optimizer": {"type": "Adam"}})
+    made = loaded.usable()
+    assert (made.zero_optimization.stage, made.optimizer) == (2, None)
+    for name in ("_comment", "_optimizer", "zero_optimization._stage", "zero_optimization._why"):
+        assert f"{name} has no effect here" in said(loaded)
+
+
+COMPILED = {"disable": False, "backend": "inductor", "kwargs": {}}
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ({"disable": False}, COMPILED),
+        ({"backend": "eager"}, {**COMPILED, "backend": "eager"}),
+        ({"kwargs": {"dynamic": True}, "deepcompile": False}, {**COMPILED, "kwargs": {"dynamic": True}}),
+        ({"disable": True, "backend": "eager"}, {**COMPILED, "disable": True, "backend": "eager"}),
+        ({"deepcompile": False, "double_buffer": True}, {**COMPILED, "disable": True}),
+        ({}, {**COMPILED, "disable": True}),
+        (False, {**COMPILED, "disable": True}),
+    ],
+)
+def test_what_the_compile_block_means(written: Any, meant: dict[str, Any]) -> None:
+    loaded = examine({"compile": written})
+    assert resolved(loaded.usable())["compile"] == meant
+    assert examine(resolved(loaded.usable())).usable() == loaded.usable()
+    for key in ("deepcompile", "symmetric_memory"):
+        (problem,) = examine({"compile": {key: True}}).problems
+        assert "compile: {disable: false} compiles the repeated blocks" in problem.message
 
 
 def test_the_advised_optimizer_takes_the_file() -> None:

@@ -34,7 +34,6 @@ WRONG: dict[str, set[str]] = {
     "KtechB": {""},  # a Markdown fence
     "ND-SAFA": {f"zero_optimization.offload_{what}.nvme_path" for what in ("optimizer", "param")},  # a raw device
     "OptimalScale": {"deepspeed_config"},  # of accelerate
-    "axolotl": {"compile"},
     "bigscience": {"curriculum_learning"},
     "huggingface__transformers": {"zero_optimization.reduce_bucket_size"},  # 0
     "mauryaavinash95": {"veloc_config"},
@@ -50,7 +49,7 @@ ODD: dict[str, tuple[set[str], set[str]]] = {
     "adam_with_leftovers.json": (set(), {"optimizer.params.freeze_step", "optimizer.params.comm_backend_name"}),
     "batches_that_cannot_be.json": ({"train_batch_size"}, set()),
     "braceless.hjson": ({""}, set()),
-    "compiled.json": ({"compile", "aio.use_gds", "gradient_compression.algorithm"}, set()),
+    "compiled.json": ({"compile.deepcompile", "aio.use_gds", "gradient_compression.algorithm"}, set()),
     "deepcompile_off.json": (set(), set()),
     "everything_one_level_up.json": (
         {"cuda_visible_devices", "num_train_epochs", "dataloader_num_workers", "seed"}

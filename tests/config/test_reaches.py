@@ -304,6 +304,23 @@ PROBES: dict[str, Probe] = {
     A + "partition_activations": Probe(par.split, True, None, 3, {**FULL, T + "autotp_size": 2}),
     A + "synchronize_checkpoint_boundary": Probe(a.waits, True, 0, 12, FULL),
     A + "profile": Probe(a.timed, True, [], BLOCKS, FULL),
+    # what is compiled
+    "compile.disable": Probe(e.compiled, False, [], [(name, {"backend": "inductor"}) for name in BLOCKS]),
+    "compile.backend": Probe(
+        e.compiled,
+        "eager",
+        [(name, {"backend": "inductor"}) for name in BLOCKS],
+        [(name, {"backend": "eager"}) for name in BLOCKS],
+        {"compile.disable": False},
+    ),
+    "compile.kwargs.<name>": Probe(
+        e.compiled,
+        True,
+        [(name, {"backend": "eager"}) for name in BLOCKS],
+        [(name, {"backend": "eager", "dynamic": True}) for name in BLOCKS],
+        {"compile.backend": "eager"},
+        at="compile.kwargs.dynamic",
+    ),
     # which blocks of the attention matrix are computed
     S + "mode": Probe(at.mode, "bigbird", None, "bigbird"),
     **{

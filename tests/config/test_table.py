@@ -33,7 +33,6 @@ WILD = {
     "bf16.loss_scale_window",
     "bf16.min_loss_scale",
     "comms_config.**",
-    "compile.disable",
     "cuda_visible_devices",
     "dataloader_num_workers",
     "dataloader_pin_memory",

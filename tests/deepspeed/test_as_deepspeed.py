@@ -279,6 +279,13 @@ def test_a_script_is_run_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(sys, "argv", ["-m", str(tmp_path / "train.py"), str(tmp_path / "out")])
     main()
     assert (tmp_path / "out").read_text() == "besidedeepspeed__main__"
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text(text.replace("import sys", "import sys, package"))
+    monkeypatch.chdir(tmp_path)
+    module = ["-m", "-m", "package.train", str(tmp_path / "of_module")]  # Python leaves its own -m there
+    monkeypatch.setattr(sys, "argv", module)
+    main()
+    assert (tmp_path / "of_module").read_text() == "besidedeepspeed__main__"
     monkeypatch.setattr(sys, "argv", ["-m"])
     with pytest.raises(SystemExit, match="Name the script"):
         main()

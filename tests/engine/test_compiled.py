@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import lt_zero
+from lt_zero.common.compat import is_compiled
+from lt_zero.common.errors import ConfigError
 from lt_zero.engine.gather import Gatherer
 from lt_zero.engine.outside_steps import AutocastOutsideOfSteps, within_step
 from tests.support.models import Block, Net, next_token_loss, tokens
@@ -45,6 +48,11 @@ def _whole(net: Net, fullgraph: bool) -> Net:
     return net
 
 
+def _configured(net: Net, fullgraph: bool) -> Net:
+    """Let the engine compile the blocks, as its configuration says."""
+    return net
+
+
 class Warnings(logging.Handler):
     """What Dynamo warns of."""
 
@@ -67,7 +75,8 @@ def _train(net: Net, build: Callable[[Net, bool], Net], fullgraph: bool, stage: 
         model = nn.parallel.DistributedDataParallel(model)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     else:
-        engine = lt_zero.shard(model, config_of(stage, RELEASE))
+        keys = {"compile": {**BACKEND, "kwargs": {"fullgraph": fullgraph}}} if build is _configured else {}
+        engine = lt_zero.shard(model, config_of(stage, RELEASE, **keys))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         lt_zero.ShardedOptimizer(engine, optimizer)
     wanted = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
@@ -139,9 +148,10 @@ def _rows() -> dict[str, tuple[int, int]]:
         ("block.compile()", _blocks, True),
         ("torch.compile(block)", _wrapped, True),
         ("model.compile()", _whole, False),
+        ("compile: {disable: false}", _configured, True),
     ]
     for name, build, fullgraph in rows:
-        for stage in (None, 2, 3):
+        for stage in (None, 2, 3) if build is not _configured else (2, 3):
             torch.manual_seed(0)
             net = Net(depth=DEPTH)
             row = f"{name}, {'DDP' if stage is None else f'stage {stage}'}"
@@ -174,7 +184,11 @@ def _of_engine() -> tuple[int, int]:
     plain = copy.deepcopy(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     engine, *_ = lt_zero.initialize(model=net, optimizer=optimizer, config={"zero_optimization": {"stage": 2}})
+    assert not engine.is_compiled
+    with pytest.raises(ValueError, match="DeepCompile"):
+        engine.compile("eager", schedule=[(0, [])])
     engine.compile("eager", {"fullgraph": True})
+    assert engine.is_compiled
     engine.backward(next_token_loss(engine, 0, 0, dist.get_rank()))
     engine.step()
     _mean_loss(plain, 0).backward()
@@ -182,6 +196,19 @@ def _of_engine() -> tuple[int, int]:
     for found, wanted in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found, wanted)
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def test_what_cannot_be_compiled() -> None:
+    layer = nn.Linear(2, 2)
+    for _ in range(2):  # it is found before anything is changed
+        with pytest.raises(ConfigError, match="Linear has none"):
+            lt_zero.shard(layer, config_of(1, compile={"disable": False}))
+    net = Net(depth=DEPTH)
+    with pytest.raises(ConfigError, match=r"compile\.kwargs"):
+        lt_zero.shard(net, config_of(1, compile={"kwargs": {"no_such": 1}}))
+    with pytest.raises(ConfigError, match="no_such_backend"):
+        lt_zero.shard(Net(depth=DEPTH), config_of(1, compile={"backend": "no_such_backend"}))
+    assert not any(is_compiled(module) for module in net.modules())
 
 
 def _of_functions() -> None:
@@ -223,6 +250,8 @@ TABLE = {
     "model.compile(), DDP": (1, 0),
     "model.compile(), stage 2": (1, 0),
     "model.compile(), stage 3": (1, 0),
+    "compile: {disable: false}, stage 2": (1, 0),
+    "compile: {disable: false}, stage 3": (1, 0),
     "engine.compile(), stage 2": (1, 0),
     "beside steps of another run": (2, 0),
 }

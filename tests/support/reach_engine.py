@@ -98,6 +98,13 @@ def engine_of(lab: Lab, config: Config) -> Engine:
     return lt_zero.shard(Toy(), made, policy=plugin.policy)
 
 
+def compiled(lab: Lab, config: Config) -> Any:
+    """Names of the modules that are compiled, and arguments of ``torch.compile``."""
+    with mock.patch.object(nn.Module, "compile", autospec=True) as compile_:
+        names = {module: name for name, module in engine_of(lab, config).root.named_modules()}
+    return [(names[call.args[0]], call.kwargs) for call in compile_.call_args_list]
+
+
 def backward(engine: Engine) -> None:
     with torch.autocast("cpu", enabled=False):
         engine.root(tokens(0, 0, 0)).float().square().mean().backward()

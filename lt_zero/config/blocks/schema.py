@@ -24,6 +24,7 @@ from lt_zero.config.blocks.training import (
     ActivationCheckpointing,
     Bf16,
     Checkpoint,
+    Compile,
     DataTypes,
     Fp16,
     LongSequences,
@@ -90,6 +91,7 @@ class Schema(Block):
     activation_checkpointing: ActivationCheckpointing = key(
         ActivationCheckpointing(), "recompute activations in backward to save memory"
     )
+    compile: Annotated[Compile, _off_if_false] = key(Compile(), "compile the repeated blocks by torch.compile")
     sparse_attention: Annotated[SparseAttention | None, _none_if_false] = key(
         None, "block-sparse attention; null or false: the model's own"
     )

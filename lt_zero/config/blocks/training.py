@@ -192,6 +192,21 @@ class ActivationCheckpointing(Block):
         return values
 
 
+class Compile(Block):
+    """The ``compile`` block: the repeated blocks of the model are compiled by torch.compile, each in place."""
+
+    disable: bool = key(True, "whether nothing is compiled; false if only other keys of the block are written")
+    backend: str = key("inductor", "backend of torch.compile", min_length=1)
+    kwargs: Params = key({}, "further arguments of torch.compile, such as dynamic or mode")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unless_disabled(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values and "disable" not in values:
+            return {"disable": False, **values}
+        return values
+
+
 class LongSequences(Block):
     """The ``long_sequences`` block: what a model of transformers computes a tile of tokens at a time."""
 
