@@ -6,7 +6,8 @@ Note [Before the process group]
     end them as torchrun does. So ranks meet here first, in slices: rank 0 serves torch's store at the address of the
     run, each rank counts itself there, and looks whether another one has failed. A process that an error ends before it
     has met the others tells the store; rank 0 serves it for that, and lets the others read for some seconds.
-    A rank that ends otherwise (killed, or before this package is imported) tells nothing: then torch's timeout counts.
+    A rank that ends otherwise (killed, by an exit, or before this package is imported) tells nothing: then the others
+    wait for the timeout of process groups, and name it.
 
 Note [Before the model is set up]
     A script may fail between joining and the set-up of its model, where ranks meet a second time
@@ -83,7 +84,8 @@ def met(tasks: Tasks, timeout: timedelta | None) -> Iterator[None]:
         timeout: for ranks that come late, as for the group.
 
     Raises:
-        RuntimeError: a rank has failed before it came; names it and its error.
+        RuntimeError: a rank has failed before it came; names it and its error. Or ranks have not come in time; names
+            them.
     """
     if tasks.world == 1 or tasks.address is None or _is_served_elsewhere() or dist.is_initialized():
         yield
@@ -98,6 +100,7 @@ def met(tasks: Tasks, timeout: timedelta | None) -> Iterator[None]:
 
 def _meet(store: Store, tasks: Tasks, limit: float) -> None:
     started = time.monotonic()
+    store.set(f"here/{tasks.rank}", "")
     store.add("here", 1)
     while store.add("here", 0) < tasks.world:
         if store.check(["failed/1"]):
@@ -112,7 +115,13 @@ def _meet(store: Store, tasks: Tasks, limit: float) -> None:
             )
         waited = time.monotonic() - started
         if waited > limit:
-            return  # torch will say so
+            late = [str(rank) for rank in range(tasks.world) if not store.check([f"here/{rank}"])]
+            raise RuntimeError(
+                f"Rank{'s' if len(late) > 1 else ''} {', '.join(late)} did not join the run within {limit:.0f} s (the"
+                " timeout of process groups): the script came to its end there without joining (an exit, or a branch"
+                " without a fit), was killed, was never started, or is late. See the last that was printed there, and"
+                f" start all ranks again. Rank {tasks.rank} waited."
+            )
         time.sleep(min(max(waited / 10, 1e-3), _LONGEST_PAUSE_S))
 
 

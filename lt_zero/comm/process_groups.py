@@ -199,7 +199,7 @@ def await_all(timeout: timedelta | None = None) -> None:
             ) from None
         raise RuntimeError(
             f"{ranks} ended before the model was set up: killed (for want of memory, by the scheduler), or by an error"
-            f" or an exit of the script. See the last that was printed there, and dmesg. Or an error of an earlier run"
+            " or an exit of the script. See the last that was printed there, and dmesg. Or an error of an earlier run"
             f" in these processes has closed their connections: then start the processes again. ({error})"
         ) from None
     remember_cause("")

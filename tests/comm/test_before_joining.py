@@ -117,6 +117,15 @@ def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch, rank: 
             pass
 
 
+def test_ranks_that_never_join_are_named() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        tasks = Tasks("", 0, 3, 0, "127.0.0.1", probe.getsockname()[1])
+    told, limit = "^Ranks 1, 2 did not join the run", timedelta(seconds=0.2)
+    with pytest.raises(RuntimeError, match=told), joining(), before_joining.met(tasks, limit):
+        pass
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("face", ["loop", "fabric"])
 def test_a_late_rank_0_is_waited_for(face: str) -> None:
