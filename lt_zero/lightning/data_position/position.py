@@ -626,6 +626,11 @@ class LoaderPosition:
         self.openings += 1
         if self.stateful:
             _forget_loaded(self.loader)
+        return self._opened()
+
+    def _opened(self) -> Iterator[Any]:
+        """A pass from its begin."""
+        assert self.make is not None
         return self._openings.passed(self.make) if self._openings is not None else self.make()
 
     def reading(self, states: RandomStates | None) -> None:
@@ -763,7 +768,7 @@ class LoaderPosition:
                 break
         else:
             self.own.set(place.own_now, state_dicts=True)
-            return self.make()
+            return self._opened()
         if not same:
             self._warn(
                 f"was read again up to the checkpoint, and batch {count} is another one now: the order of its samples "
@@ -784,7 +789,7 @@ class LoaderPosition:
             batches: Iterator[Any] = iter(loader)
             witness = None
         else:
-            batches = items = self.make()
+            batches = items = self._opened()
         item: Any = None
         for number in range(1, count + 1):
             if number == count and witness is not None:
