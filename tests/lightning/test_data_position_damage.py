@@ -10,15 +10,31 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import RandomSampler
 
 from lt_zero.common.errors import CheckpointError
-from tests.support.progress_tools import CASES, WIDTH, Model, Noisy, Saver, Stream, fit, new_loader, new_trainer
+from lt_zero.lightning.data_position.inexact import inexact
+from lt_zero.lightning.data_position.own_state import OwnState
+from lt_zero.lightning.data_position.random_state import RandomStates
+from tests.support.progress_tools import (
+    CASES,
+    WIDTH,
+    Model,
+    Noisy,
+    Remembering,
+    Saver,
+    Stream,
+    fit,
+    new_loader,
+    new_trainer,
+)
 
 
 class Shuffling(Stream):
@@ -151,6 +167,28 @@ def test_a_place_that_cannot_be_saved_is_told_at_the_start() -> None:
     trainer = new_trainer(max_steps=1)
     with pytest.warns(UserWarning, match=r"DataLoader\(Noisy\) keeps its place in sampler.stream"):
         trainer.fit(Model(lambda: new_loader(shuffle=None, sampler=Sampler())))
+
+
+def test_a_shuffle_buffer_of_hugging_face_is_told() -> None:
+    loader = Remembering(Stream(), batch_size=4)
+    buffer = SimpleNamespace(ex_iterable=SimpleNamespace(), buffer_size=3)
+    loader.dataset._ex_iterable = SimpleNamespace(ex_iterables=[SimpleNamespace(ex_iterable=buffer)])  # type: ignore[attr-defined]
+    assert any("shuffle buffer" in reason for reason in inexact(loader, OwnState(loader, True), stateful=True))
+    assert not any("shuffle buffer" in reason for reason in inexact(loader, OwnState(loader, False), stateful=False))
+
+
+def test_a_normal_number_that_waits_in_numpy_is_part_of_its_state() -> None:
+    """The words of the generator do not change when it is drawn."""
+    np.random.seed(1)
+    np.random.standard_normal()
+    waiting = RandomStates.now()
+    want = np.random.standard_normal()
+    drawn = RandomStates.now()
+    assert waiting.differing(drawn) == {"numpy"}
+    waiting.apply()
+    assert not waiting.differing(RandomStates.now())
+    assert np.random.standard_normal() == want
+    assert not drawn.differing(RandomStates.now())
 
 
 def test_values_of_an_epoch_that_is_cut_are_told(tmp_path: Path) -> None:

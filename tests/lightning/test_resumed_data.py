@@ -16,12 +16,14 @@ FAST = {  # the points of the fast suite, by loader
     "weighted beside stateful": ["b3", "e0"],
     "stateful stream": ["b2"],
     "around, reopened": ["b3", "e0"],
+    "opened late": ["b3"],
     "epoch of a callback": ["e0"],
     "max_size_cycle, stream last": ["e0"],
     "reloaded": ["b3"],
 }
 
 TWICE = ["shuffled", "three lengths, windows", "stateful, windows", "epoch of a callback", "weighted, windows"]
+TWICE += ["around, reopened", "counting late, reopened", "opened late"]
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "workers" not in name])

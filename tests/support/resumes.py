@@ -7,6 +7,7 @@ in ``on_train_epoch_end`` of epoch N. A resumed run begins with other random sta
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -188,6 +189,31 @@ class Reopening(Stateful):
         for _ in range(1 if self._loaded is None else 3):
             iter(self.sampler)
         return super()._new_pass()
+
+
+class Late(DataLoader[Tensor]):
+    """A loader as litdata's: opened with its first batch. Passes go on from a state until one is read to its end."""
+
+    __module__ = "litdata.stand_in"
+    given = 0
+    restore = False
+
+    def __iter__(self) -> Any:
+        if not self.restore:
+            self.given = 0
+        for batch in itertools.islice(super().__iter__(), self.given, None):
+            self.given += 1
+            yield batch
+        self.restore = False
+
+    def __len__(self) -> int:
+        return len(self.dataset.own()) // BATCH  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given, self.restore = state["given"], True
 
 
 class Counting(Sampler[int]):
@@ -439,6 +465,9 @@ CASES: dict[str, Case] = {
     "drawing, reopened": Case(lambda: sampled(6, Drawing, kind=Reopening), {"accumulate_grad_batches": 2}),
     "shuffling, reopened": Case(lambda: sampled(6, Shuffling, kind=Reopening)),
     "around, reopened": Case(lambda: sampled(6, Around, kind=Reopening)),
+    "opened late": Case(lambda: stream(6, ByEpoch, Late)),
+    "opened late, windows": Case(lambda: stream(6, ByEpoch, Late), {"accumulate_grad_batches": 4}),
+    "opened late, max_steps": Case(lambda: stream(6, ByEpoch, Late), {"max_steps": 15, "max_epochs": -1}),
     "batches, reopened": Case(lambda: sampled(6, InBatches, kind=Stateful), UNSHARDED),
     **{
         f"torchdata, {sampler.__name__}{', workers' if workers else ''}{', own order' if own else ''}": Case(

@@ -26,6 +26,11 @@ def inexact(loader: object, own: OwnState, stateful: bool) -> Iterator[str]:
             "the epoch where it cannot be found: a resumed run may see other samples, in another order. Without its "
             "shuffles the order is repeated"
         )
+    if stateful and _has_buffer(getattr(getattr(loader, "dataset", None), "_ex_iterable", None)):
+        yield (
+            "resumes by its own state, in which Hugging Face leaves out the samples that are in the shuffle buffer: a "
+            "run that resumes inside of an epoch will not see these. In a plain DataLoader the order is repeated"
+        )
     if own.hidden and not stateful:
         yield (
             f"keeps its place in {', '.join(own.hidden)} (an iterator), which cannot be saved: a resumed run will see "
@@ -42,3 +47,11 @@ def inexact(loader: object, own: OwnState, stateful: bool) -> Iterator[str]:
             "resumes by its own state, which has no random states of its workers: random numbers that samples draw in "
             "them start over at a resume inside of an epoch. The order of the samples is repeated"
         )
+
+
+def _has_buffer(stream: object) -> bool:
+    """True if a stream of samples of Hugging Face's ``datasets`` is shuffled in a buffer."""
+    if stream is None or hasattr(stream, "buffer_size"):
+        return stream is not None
+    inner = [getattr(stream, "ex_iterable", None), *(getattr(stream, "ex_iterables", None) or [])]
+    return any(_has_buffer(one) for one in inner)

@@ -9,6 +9,10 @@ Note [Openings of a sampler]
 
     Python looks up ``__iter__`` in the class. From the moment when the loader is opened until its first batch has been
     read, the class of the sampler is therefore a subclass; before and after it is the user's.
+
+    A loader whose ``__iter__`` is a generator function, such as litdata's, is opened as late as with its first batch,
+    and then draws the seed of its workers. In a pass that is resumed it is drawn from where the pass began, and not
+    from the present random states, which the run that was not interrupted leaves alone there.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import DataLoader
 
 from lt_zero.lightning.data_position.own_state import OwnState, opened_sampler
@@ -26,7 +31,7 @@ from lt_zero.lightning.data_position.random_state import RandomStates
 
 
 class Opening(NamedTuple):
-    """What a sampler has drawn its order from: the random states of the process, and private state."""
+    """State that a sampler has drawn its order from: the random states of the process, and private state."""
 
     states: RandomStates
     own: dict[str, Any]
@@ -51,17 +56,21 @@ class Openings:
 
     def __init__(self, loader: Any, own: OwnState) -> None:
         self.last: Opening | None = None  # in the present pass
+        self._loader = loader
         self._own = own
         self._from: Opening | None = None  # what openings begin from; None: as they are
         self._sampler = opened_sampler(loader) if isinstance(loader, DataLoader) and not own.covered else None
         self._kind = type(self._sampler)
         self._watched = _watched_kind(self._kind, self) if hasattr(self._kind, "__iter__") else None
 
-    def passed(self, make: Callable[[], Iterator[Any]], begin: Opening | None = None) -> Iterator[Any]:
+    def passed(
+        self, make: Callable[[], Iterator[Any]], start: RandomStates | None = None, begin: Opening | None = None
+    ) -> Iterator[Any]:
         """Open a pass with ``make``, and watch how the sampler is opened for it.
 
         Args:
-            begin: what the order of the pass was drawn from; None: it is a new one.
+            start: the random states that a pass which is resumed began with; None: it is a new one.
+            begin: what the order of a pass which is resumed was drawn from, if that is known.
         """
         self.last = begin
         if begin is not None:
@@ -70,11 +79,11 @@ class Openings:
             begin = begin._replace(own=self._own.take(everything=True))
         with self._watching(begin):
             batches = make()
-        return self._rest(batches, begin)
+        return self._rest(batches, start, begin)
 
-    def _rest(self, batches: Iterator[Any], begin: Opening | None) -> Iterator[Any]:
-        """``batches``; a sampler may be opened as late as with the first."""
-        with self._watching(begin):
+    def _rest(self, batches: Iterator[Any], start: RandomStates | None, begin: Opening | None) -> Iterator[Any]:
+        """``batches``; loader and sampler may be opened as late as with the first."""
+        with self._watching(begin), self._seeded(start):
             first = next(batches, self)
         if first is not self:
             yield first
@@ -95,6 +104,21 @@ class Openings:
             self._from = None
             if kind is not None:
                 self._sampler.__class__ = self._kind
+
+    @contextmanager
+    def _seeded(self, start: RandomStates | None) -> Generator[None, None, None]:
+        """Context in which a loader that is opened late draws its seed from ``start``; None: from where it does."""
+        loader = self._loader
+        late = isinstance(loader, DataLoader) and inspect.isgeneratorfunction(type(loader).__iter__)
+        if start is None or not late or loader.generator is not None:
+            yield
+            return
+        loader.generator = torch.Generator()
+        loader.generator.set_state(start.torch)
+        try:
+            yield
+        finally:
+            loader.generator = None
 
     @contextmanager
     def opening(self) -> Generator[None, None, None]:

@@ -84,23 +84,27 @@ class OwnState:
         self.covered = stateful and _has_state_dict(opened_sampler(loader))  # whether it restores its sampler
         found, self.hidden, self.parts = self._look()
         self._inside: list[StatePlace] | None = None  # what is taken inside of the present pass
+        self._known: list[StatePlace] | None = None  # what was found last
         changing = [place for place in found if _changes(place.value)]
         self._first = {place.path: _digest(place.value) for place in changing}
         self._same = {place.path: place.value for place in changing}  # held, so that no other object gets its ID
         self.too_long: list[str] = []  # orders that have changed, but are too long to be saved
 
-    def take(self, inside: bool = False, everything: bool = False) -> dict[str, Any]:
+    def take(self, inside: bool = False, everything: bool = False, known: bool = False) -> dict[str, Any]:
         """The state now, as plain containers and tensors.
 
         Args:
             inside: of a pass that has begun. Counters and orders are left out, as the repeated pass sets them; the
                 attributes are looked at once in a pass, as this is done before each step.
             everything: also counters and orders that have not changed in the run, and long ones. Not for checkpoints.
+            known: of what was found last, without looking at the attributes again.
         """
         taken: dict[str, Any] = {}
-        if not inside:
+        if known and not inside and self._known is not None:
+            places = [place._replace(value=_present(place)) for place in self._known]
+        elif not inside:
             self._inside = None
-            places = self._look().places
+            places = self._known = self._look().places
         elif self._inside is None:
             places = self._inside = [place for place in self._look().places if not _changes(place.value)]
         else:

@@ -65,6 +65,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from torch.utils.data import DataLoader, IterableDataset
@@ -81,7 +82,7 @@ from lt_zero.lightning.data_position.openings import Opening, Openings
 from lt_zero.lightning.data_position.own_state import LONGEST, OwnState, are_states
 from lt_zero.lightning.data_position.random_state import RandomStates, own_or_derived
 from lt_zero.lightning.data_position.request import LoaderRequest
-from lt_zero.lightning.data_position.witness import Witness, digest
+from lt_zero.lightning.data_position.witness import Witness
 
 POSITION = "lt_zero_progress"
 _VERSION = 2
@@ -623,12 +624,19 @@ class LoaderPosition:
         self.fetched = 0
         self.epochs, self.witness = self._epochs.state_dict(), None
         self.openings += 1
+        if self.stateful:
+            _forget_loaded(self.loader)
+        return self._opened()
+
+    def _opened(self) -> Iterator[Any]:
+        """A pass from its begin."""
+        assert self.make is not None
         return self._openings.passed(self.make) if self._openings is not None else self.make()
 
-    def reading(self) -> None:
-        """The next batch will be read."""
+    def reading(self, states: RandomStates | None) -> None:
+        """The next batch will be read, with these random states; None: with the present ones."""
         if not self.skips_indices and not self.stateful:
-            self._before = RandomStates.now()
+            self._before = states or RandomStates.now()
 
     def given(self, batch: Any) -> None:
         """A batch was read."""
@@ -636,7 +644,7 @@ class LoaderPosition:
         self.served += 1
         self._loaded = None
         if self._before is not None:
-            self.witness, self._before = Witness(digest(batch), self._before), None
+            self.witness, self._before = Witness(batch, self._before), None
 
     # ---- saving and restoring ------------------------------------------------------------------------------------
 
@@ -650,12 +658,12 @@ class LoaderPosition:
         """
         state = self._loaded
         if complete and state is None and self.stateful and self.openings > 0:  # else asking would begin a pass
-            state = copy.deepcopy(self.loader.state_dict())
+            state = _copied(self.loader.state_dict())
         inside = goes_on and self.fetched > 0 and not self.exhausted
         return LoaderPlace(
             start=self.start,
             own=self.own_start,
-            own_now=self.own.take(inside) if complete else {},
+            own_now=self.own.take(inside, known=goes_on and self.exhausted) if complete else {},
             epochs=self.epochs,
             epochs_now=self._epochs.state_dict(),
             fetched=self.fetched,
@@ -716,7 +724,7 @@ class LoaderPosition:
             self.own.set(place.own)
             place.start.apply()
             self.loader.load_state_dict(copy.deepcopy(state))
-            batches = self._openings.passed(self.make, place.opening)
+            batches = self._openings.passed(self.make, place.start, place.opening)
             self._loaded = state
         else:
             batches = self._repeat(place, count)
@@ -760,7 +768,7 @@ class LoaderPosition:
                 break
         else:
             self.own.set(place.own_now, state_dicts=True)
-            return self.make()
+            return self._opened()
         if not same:
             self._warn(
                 f"was read again up to the checkpoint, and batch {count} is another one now: the order of its samples "
@@ -781,7 +789,7 @@ class LoaderPosition:
             batches: Iterator[Any] = iter(loader)
             witness = None
         else:
-            batches = items = self.make()
+            batches = items = self._opened()
         item: Any = None
         for number in range(1, count + 1):
             if number == count and witness is not None:
@@ -789,7 +797,7 @@ class LoaderPosition:
             item = next(items, self)
             if item is self:
                 return batches, True  # the dataset has become smaller: the epoch ends here
-        return batches, witness is None or digest(item) == witness.digest
+        return batches, witness is None or witness.saw(item)
 
     def tell_too_long(self) -> None:
         """Warn about orders that a checkpoint does not have."""
@@ -858,10 +866,12 @@ class Feed:
     def fetching(self, position: LoaderPosition) -> None:
         if self.closed:
             raise StopIteration
+        states = None
         if position is self.positions[0] and self._last != ("cycle", id(position)):
             self._before()
+            states = self.recent[-1].states
         self._last = ("fetch", id(position))
-        position.reading()
+        position.reading(states)
 
     def fetched(self, position: LoaderPosition, batch: Any) -> None:
         position.given(batch)
@@ -872,6 +882,27 @@ class Feed:
             return
         position.cycled = position.exhausted = True
         self._last = ("stop", id(position))
+
+
+def _copied(value: Any) -> Any:
+    """A deep copy; of plain containers a tenth as long as ``copy.deepcopy``, since this is done for each batch."""
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    if type(value) is dict:
+        return {key: _copied(child) for key, child in value.items()}
+    if type(value) is list:
+        return [_copied(child) for child in value]
+    return value.clone() if type(value) is torch.Tensor else copy.deepcopy(value)
+
+
+def _forget_loaded(loader: Any) -> None:
+    """Let a loader of litdata begin a new pass.
+
+    Until one pass has been read to its end, which Lightning does not do, its passes go on from the state that was
+    loaded, and are empty once that is the end of the data: a run with ``max_steps`` would never end.
+    """
+    if any(kind.__module__.startswith("litdata.") for kind in type(loader).__mro__):
+        loader.restore = False
 
 
 def is_stateful(loader: object) -> bool:

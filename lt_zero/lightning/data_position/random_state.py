@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import random
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ class RandomStates:
     @classmethod
     def now(cls) -> RandomStates:
         cuda = accelerator.random_state()
-        return cls(torch.get_rng_state(), cuda, random.getstate(), dict(np.random.get_state(legacy=False)))
+        return cls(torch.get_rng_state(), cuda, random.getstate(), _numpy_state())
 
     def apply(self) -> None:
         torch.set_rng_state(self.torch)
@@ -37,6 +38,7 @@ class RandomStates:
         random.setstate(self.python)
         if self.numpy["bit_generator"] == np.random.get_state(legacy=False)["bit_generator"]:
             np.random.set_state(self.numpy)
+        _last_of_numpy.clear()
 
     def differing(self, other: RandomStates) -> set[str]:
         """Names of the host's generators with other states."""
@@ -105,6 +107,27 @@ class RandomStates:
         numpy = np.random.RandomState(seed).get_state(legacy=False)
         host = torch.Generator().manual_seed(seed).get_state()
         return RandomStates(host, cuda, random.Random(seed).getstate(), dict(numpy))
+
+
+_last_of_numpy: list[tuple[bytes, dict[str, Any]]] = []  # the last state that was taken, and its words
+
+
+def _numpy_state() -> dict[str, Any]:
+    """The state of numpy's global generator, which numpy gives word by word: it is only asked if it has changed.
+
+    A normal number that waits to be drawn is no part of the words. It can come and go only with them, unless one waits.
+    """
+    bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    words = b""
+    if isinstance(bits, np.random.MT19937):
+        words = ctypes.string_at(bits.ctypes.state_address, 625 * 4)
+        if _last_of_numpy and _last_of_numpy[0][0] == words and not _last_of_numpy[0][1]["has_gauss"]:
+            return _last_of_numpy[0][1]
+    state = dict(np.random.get_state(legacy=False))
+    _last_of_numpy.clear()
+    if words:
+        _last_of_numpy.append((words, state))
+    return state
 
 
 def own_or_derived(states: Sequence[RandomStates], rank: int) -> RandomStates:
