@@ -29,6 +29,7 @@ class Owner(Protocol):
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _readers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # what is called before ``parameter.data`` is read
+_read_ids: set[int] = set()  # the ids of these parameters, and of some that are gone
 _guard_classes: dict[type, type] = {}  # a parameter's own class -> the class it has while guarded
 _guards: set[type] = set()
 
@@ -210,12 +211,15 @@ def disown(parameter: Parameter) -> None:
 
 def watch_data(parameter: Parameter, call: Callable[[], object]) -> None:
     """Call ``call()``, which has no strong reference to ``parameter``, before ``parameter.data`` is read."""
-    announce_data_reads(_announce)
+    announce_data_reads(_announce, _read_ids)
     _readers[parameter] = call
+    if len(_read_ids) > 2 * len(_readers) + 1000:
+        _read_ids.intersection_update([id(known) for known in _readers])
+    _read_ids.add(id(parameter))
 
 
 def _announce(parameter: Parameter) -> None:
-    if _readers and (call := _readers.get(parameter)) is not None:
+    if (call := _readers.get(parameter)) is not None:
         call()
 
 

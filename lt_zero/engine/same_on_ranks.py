@@ -413,4 +413,7 @@ def _registered() -> int:
 
 
 def _count(module: nn.Module, name: str, registered: Any) -> None:
-    _counts[0] += 1
+    # A forward that torch.compile traces may make lists of modules (``self.layers[:n]``), which register nothing new. A
+    # graph that counts them is one for a single count, so that it would be compiled again at each call.
+    if not torch.compiler.is_dynamo_compiling():
+        _counts[0] += 1

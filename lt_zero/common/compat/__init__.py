@@ -552,8 +552,11 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 _DATA: Any = torch._C.TensorBase.data  # the descriptor
 
 
-def announce_data_reads(announce: Callable[[torch.nn.Parameter], object]) -> None:
+def announce_data_reads(announce: Callable[[torch.nn.Parameter], object], ids: set[int]) -> None:
     """Call ``announce(parameter)`` before any code reads ``parameter.data``. Only the first call has an effect.
+
+    ``ids``: only of parameters with one of these ids, a set that the caller goes on changing. Other parameters are
+    those of fragments, of which optimizers read ``data``, and of other models: reading theirs should cost next to nothing.
 
     What is written to ``parameter.data`` changes no version counter, so this is the only trace that a write leaves.
     Compiled code does not call it, and its writes change the counter.
@@ -561,9 +564,12 @@ def announce_data_reads(announce: Callable[[torch.nn.Parameter], object]) -> Non
     if "data" in vars(torch.nn.Parameter):
         return
 
+    get = _DATA.__get__
+
     def read(parameter: torch.nn.Parameter) -> Any:
-        announce(parameter)
-        return _DATA.__get__(parameter)
+        if id(parameter) in ids:
+            announce(parameter)
+        return get(parameter)
 
     torch.nn.Parameter.data = property(read, _DATA.__set__)  # type: ignore[assignment]
 
