@@ -80,6 +80,19 @@ def check(library: ctypes.CDLL, code: int) -> None:
         raise RuntimeError(f"A native {kind} kernel failed: {text} (code {code}). LT_ZERO_NATIVE=0 runs without them.")
 
 
+def _ready(library: ctypes.CDLL, kind: str) -> ctypes.CDLL:
+    """Declare the functions of a library, try those of CUDA if there is a device, and return it.
+
+    Raises:
+        AttributeError: a function is missing.
+        BuildError: a kernel fails.
+    """
+    declare(library, kind)
+    if kind == "cuda" and torch.cuda.is_available():
+        try_kernel(library)
+    return library
+
+
 def try_kernel(library: ctypes.CDLL) -> None:
     """Run a CUDA kernel on the current device: with a driver that is too old, libraries load and kernels fail.
 
@@ -257,9 +270,6 @@ class Loader:
             return (None, Status(kind, False, None, why)), ""
         try:
             built, library = self._obtain(kind)
-            declare(library, kind)
-            if kind == "cuda" and torch.cuda.is_available():
-                try_kernel(library)
         # Whatever is wrong with a library, training goes on with the references.
         except (BuildError, OSError, AttributeError) as error:
             status = Status(kind, False, None, str(error), log=getattr(error, "log", None))
@@ -275,20 +285,32 @@ class Loader:
         return (library, Status(kind, True, built.path, why, isa, built.seconds)), ""
 
     def _obtain(self, kind: str) -> tuple[Built, ctypes.CDLL]:
+        """A library that can be used: that of the package, else of the cache, else a new one."""
+        recipes = self._recipes(kind)
+        for recipe in recipes:
+            # A library of the same sources is as good whichever compiler made it.
+            if path := cached(dataclasses.replace(recipe, compiler=None), self._shipped):
+                try:
+                    return Built(path), _ready(load(path, kind), kind)
+                # The system, or the driver, is older than those of the release: this machine's compiler may fit it.
+                except (BuildError, AttributeError) as error:
+                    log.info("%s", error)
+        built, library = self._of_machine(kind, recipes)
+        return built, _ready(library, kind)
+
+    def _of_machine(self, kind: str, recipes: list[Recipe]) -> tuple[Built, ctypes.CDLL]:
+        """A library of the cache, which is built if it is not there."""
         reject = None
         if self._cache is None:
             self._cache = trusted(cache_dir())
         cache = self._cache
-        recipes = self._recipes(kind)
-        # A library of the same sources is as good whichever compiler made it.
-        shipped = [(dataclasses.replace(recipe, compiler=None), self._shipped) for recipe in recipes]
-        for recipe, folder in (*shipped, *((recipe, cache) for recipe in recipes)):
-            if path := cached(recipe, folder):
+        for recipe in recipes:
+            if path := cached(recipe, cache):
                 try:
                     return Built(path), load(path, kind)
                 except BuildError as error:  # built on another system, newer or sharing the cache: rebuilt once
                     log.info("%s", error)
-                    reject = path if folder == cache else None
+                    reject = path
         try:
             built = build(recipes[-1], writable(cache), reject=reject)
             return built, load(built.path, kind)

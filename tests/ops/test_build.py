@@ -658,6 +658,39 @@ def test_cuda(csrc: Path, nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "-gencode=arch=compute_86,code=sm_86" in nvcc.read_text().splitlines()[-1]
 
 
+def test_cuda_kernels_that_are_shipped(csrc: Path, cache: Path, nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are used without nvcc, and before those of the cache; where they fail, this machine's nvcc makes others."""
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(library, "try_kernel", lambda loaded: None)
+    cached_one = build.build(recipe_of("cuda", csrc), cache)
+    shipped = build.build(recipe_of("cuda", csrc), csrc / build.SHIPPED)
+    assert Loader(csrc).status("cuda").path == shipped.path
+    with monkeypatch.context() as without:
+        without.setenv("NVCC", "no-compiler")
+        without.setattr(build, "find_compiler", lambda kind: (_ for _ in ()).throw(BuildError("no compiler")))
+        found = Loader(csrc).status("cuda")
+    assert (found.available, found.path, found.why) == (True, shipped.path, "shipped with the package")
+
+    def fail_once(loaded: ctypes.CDLL) -> None:
+        tried.append(loaded)
+        if len(tried) == 1:
+            raise BuildError("a kernel fails: the driver is older.")
+
+    tried: list[ctypes.CDLL] = []
+    monkeypatch.setattr(library, "try_kernel", fail_once)
+    assert Loader(csrc).status("cuda").path == cached_one.path
+    assert shipped.path.exists()
+    # Those of other sources are not used.
+    (csrc / "cuda" / "api.cu").write_text((csrc / "cuda" / "api.cu").read_text() + "\n// changed\n")
+    changed = Loader(csrc).status("cuda").path
+    assert changed is not None
+    assert changed.parent == cache
+    assert changed != cached_one.path
+
+
 def test_an_unknown_device_gets_ptx(csrc: Path, nvcc: Path) -> None:
     assert recipe_of("cuda", csrc, ["sm_120"]).codes == ("compute_90",)
 
@@ -765,7 +798,8 @@ def test_kernels_that_load_and_fail_are_not_used(
 ) -> None:
     loaded = _OldDriver(code, monkeypatch)
     loader = Loader()
-    monkeypatch.setattr(loader, "_obtain", lambda kind: (build.Built(Path("library")), loaded))
+    monkeypatch.setattr(loader, "_recipes", lambda kind: [])
+    monkeypatch.setattr(loader, "_of_machine", lambda kind, recipes: (build.Built(Path("library")), loaded))
     assert (loader.get("cuda") is loaded) == (code == 0)
     if code:
         assert "a kernel fails on" in loader.status("cuda").why
