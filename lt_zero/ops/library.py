@@ -1,8 +1,8 @@
 """Loads the native kernels as ctypes libraries, built on first use.
 
-If they are unavailable, ``cpu()`` and ``cuda()`` return None and the torch references run, with bitwise equal results
-and one warning per process. ``LT_ZERO_NATIVE=0`` selects the references without a warning; ``LT_ZERO_ISA=avx2`` selects
-the instruction set of the CPU kernels, which is the best one of the machine otherwise.
+If they are unavailable, ``cpu()`` and ``cuda()`` return None and the torch references run, with equal results (the last
+bits of sums aside) and one warning per process. ``LT_ZERO_NATIVE=0`` selects the references without a warning;
+``LT_ZERO_ISA=avx2`` selects the instruction set of the CPU kernels, which is the best one of the machine otherwise.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from pathlib import Path
 
 import torch
 
+from lt_zero.common.output import printable, say
+from lt_zero.common.progress_bar import local_rank
 from lt_zero.common.users_code import warn
 from lt_zero.common.variables import switched
 from lt_zero.ops.compiler import CSRC, SHIPPED, BuildError, Built, Recipe, build, cached, load, recipe_of
@@ -312,7 +314,9 @@ class Loader:
                     log.info("%s", error)
                     reject = path
         try:
-            built = build(recipes[-1], writable(cache), reject=reject)
+            folder = writable(cache)
+            _announce(recipes[-1], folder)
+            built = build(recipes[-1], folder, reject=reject)
             return built, load(built.path, kind)
         except BuildError:
             # The compiler is broken, but another one may have built the kernels, as in a container image.
@@ -330,6 +334,21 @@ class Loader:
                 raise BuildError(f"a device has compute capability {major}.{minor}; {_TOO_OLD}.")
             recipes.append(recipe_of(kind, self._csrc, [f"sm_{major}{minor}" for major, minor in present]))
         return recipes
+
+
+def _announce(recipe: Recipe, folder: Path) -> None:
+    """Say on local rank 0 what the first operation waits for, if there is a compiler.
+
+    The references cannot run meanwhile: their norms are sums in another order, whose last bits differ.
+    """
+    if recipe.compiler is None or local_rank() != 0:
+        return
+    takes = {"cpu": "half a minute on two idle cores", "cuda": "some minutes"}[recipe.kind]
+    say(
+        f"lt_zero compiles its {recipe.kind} kernels, once for this machine, into {printable(str(folder))}. This takes "
+        f"{takes}, for which the first step waits; `lt-zero ops build` does it beforehand.",
+        stderr=True,
+    )
 
 
 def _explain(status: Status) -> str:
