@@ -1,4 +1,4 @@
-"""How the ranks of a run are started: by a script that runs once more for each, as processes, or not at all.
+"""Starts of the ranks of a run: by a script that runs once more for each, as processes, or not at all.
 
 Note [Interactive processes]
     A notebook or a Python prompt has no script that could be run for the other ranks, so they are forked. What a
@@ -36,7 +36,7 @@ _SENT: tuple[type[Callback], ...] = (ModelCheckpoint, EarlyStopping)
 def choose_start(
     strategy: Any, stage: int, start_method: Literal["popen", "spawn", "fork", "forkserver"]
 ) -> Literal["popen", "spawn", "fork", "forkserver"] | None:
-    """How the ranks of a strategy are started in this process; None: all are there, and nothing has to be started.
+    """Choose how the ranks of a strategy are started in this process; None: all are there, nothing has to be started.
 
     Args:
         strategy: of a Trainer or Fabric, which has connected its devices and its cluster environment.
