@@ -117,7 +117,8 @@ class TrainerLauncher(of_trainer._MultiProcessingLauncher):
     @override
     def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
-        run = torch.load(io.BytesIO(extra[_RUN]), map_location="cpu", weights_only=True)
+        # From this process's own child, by a queue that pickles; a subclass may keep other types than plain ones.
+        run = torch.load(io.BytesIO(extra[_RUN]), map_location="cpu", weights_only=False)
         set_progress(trainer, run["progress"])
         for name, values in shown_metrics(trainer).items():
             values.update(run["metrics"][name])
