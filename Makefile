@@ -149,11 +149,13 @@ compat-peers: ## Run the slow tests of libraries that drive DeepSpeed (transform
 DIST := dist
 RELEASE := build/release
 
-# The wheel for any machine compiles kernels on first use; that for this kind of machine has those of the CPU. auditwheel
-# names the oldest systems that can load them.
+# The wheel for any machine compiles kernels on first use; that for this kind of machine has those of the CPU and, if there
+# is an nvcc, which needs no GPU, those of CUDA for all supported GPUs (CUDA=--no-cuda leaves them out). auditwheel names
+# the oldest systems that can load them.
+CUDA ?= $(if $(or $(NVCC),$(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc)),--cuda,--no-cuda)
 # PROJECT_URL=https://HOST/ORG/lt_zero, where the repository is published: package indexes need absolute links.
 PROJECT_URL ?=
-release: $(STAMP) ## Build dist/: sdist, wheel, and a wheel with CPU kernels; install each, and run a step
+release: $(STAMP) ## Build dist/: sdist, wheel, and a wheel with kernels (CUDA's, too, if there is nvcc); install each, run a step
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[release]"
 	rm -rf $(DIST) $(RELEASE)
 	mkdir -p $(RELEASE)/source
@@ -162,7 +164,7 @@ release: $(STAMP) ## Build dist/: sdist, wheel, and a wheel with CPU kernels; in
 	$(BIN)/python -m build --outdir $(DIST) $(RELEASE)/source
 	rm -rf $(RELEASE)/source
 	tar -xf $(DIST)/*.tar.gz -C $(RELEASE) --strip-components 1
-	$(BIN)/lt-zero ops build --cache $(RELEASE)/lt_zero/csrc/built
+	$(BIN)/lt-zero ops build $(CUDA) --cache $(RELEASE)/lt_zero/csrc/built
 	find $(RELEASE)/lt_zero/csrc/built -type f ! -name '*.so' -delete
 	$(BIN)/python -m build --wheel --outdir $(RELEASE)/any $(RELEASE)
 	$(BIN)/python -m wheel tags --remove --platform-tag linux_$$(uname -m) $(RELEASE)/any/*.whl

@@ -1,4 +1,4 @@
-"""How the ranks of a run are started: by a script that runs once more for each, as processes, or not at all.
+"""Starts of the ranks of a run: by a script that runs once more for each, as processes, or not at all.
 
 Note [Interactive processes]
     A notebook or a Python prompt has no script that could be run for the other ranks, so they are forked. What a
@@ -36,7 +36,7 @@ _SENT: tuple[type[Callback], ...] = (ModelCheckpoint, EarlyStopping)
 def choose_start(
     strategy: Any, stage: int, start_method: Literal["popen", "spawn", "fork", "forkserver"]
 ) -> Literal["popen", "spawn", "fork", "forkserver"] | None:
-    """How the ranks of a strategy are started in this process; None: all are there, and nothing has to be started.
+    """Choose how the ranks of a strategy are started in this process; None: all are there, nothing has to be started.
 
     Args:
         strategy: of a Trainer or Fabric, which has connected its devices and its cluster environment.
@@ -117,7 +117,8 @@ class TrainerLauncher(of_trainer._MultiProcessingLauncher):
     @override
     def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
-        run = torch.load(io.BytesIO(extra[_RUN]), map_location="cpu", weights_only=True)
+        # From this process's own child, by a queue that pickles; a subclass may keep other types than plain ones.
+        run = torch.load(io.BytesIO(extra[_RUN]), map_location="cpu", weights_only=False)
         set_progress(trainer, run["progress"])
         for name, values in shown_metrics(trainer).items():
             values.update(run["metrics"][name])

@@ -1,8 +1,8 @@
 """Loads the native kernels as ctypes libraries, built on first use.
 
-If they are unavailable, ``cpu()`` and ``cuda()`` return None and the torch references run, with bitwise equal results
-and one warning per process. ``LT_ZERO_NATIVE=0`` selects the references without a warning; ``LT_ZERO_ISA=avx2`` selects
-the instruction set of the CPU kernels, which is the best one of the machine otherwise.
+If they are unavailable, ``cpu()`` and ``cuda()`` return None and the torch references run, with equal results (the last
+bits of sums aside) and one warning per process. ``LT_ZERO_NATIVE=0`` selects the references without a warning;
+``LT_ZERO_ISA=avx2`` selects the instruction set of the CPU kernels, which is the best one of the machine otherwise.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from pathlib import Path
 
 import torch
 
+from lt_zero.common.output import printable, say
+from lt_zero.common.progress_bar import local_rank
 from lt_zero.common.users_code import warn
 from lt_zero.common.variables import switched
 from lt_zero.ops.compiler import CSRC, SHIPPED, BuildError, Built, Recipe, build, cached, load, recipe_of
@@ -78,6 +80,19 @@ def check(library: ctypes.CDLL, code: int) -> None:
         kind = "cpu" if hasattr(library, "lt_cpu_error") else "cuda"
         text = getattr(library, f"lt_{kind}_error")(code).decode()
         raise RuntimeError(f"A native {kind} kernel failed: {text} (code {code}). LT_ZERO_NATIVE=0 runs without them.")
+
+
+def _ready(library: ctypes.CDLL, kind: str) -> ctypes.CDLL:
+    """Declare the functions of a library, try those of CUDA if there is a device, and return it.
+
+    Raises:
+        AttributeError: a function is missing.
+        BuildError: a kernel fails.
+    """
+    declare(library, kind)
+    if kind == "cuda" and torch.cuda.is_available():
+        try_kernel(library)
+    return library
 
 
 def try_kernel(library: ctypes.CDLL) -> None:
@@ -257,9 +272,6 @@ class Loader:
             return (None, Status(kind, False, None, why)), ""
         try:
             built, library = self._obtain(kind)
-            declare(library, kind)
-            if kind == "cuda" and torch.cuda.is_available():
-                try_kernel(library)
         # Whatever is wrong with a library, training goes on with the references.
         except (BuildError, OSError, AttributeError) as error:
             status = Status(kind, False, None, str(error), log=getattr(error, "log", None))
@@ -275,22 +287,36 @@ class Loader:
         return (library, Status(kind, True, built.path, why, isa, built.seconds)), ""
 
     def _obtain(self, kind: str) -> tuple[Built, ctypes.CDLL]:
+        """A library that can be used: that of the package, else of the cache, else a new one."""
+        recipes = self._recipes(kind)
+        for recipe in recipes:
+            # A library of the same sources is as good whichever compiler made it.
+            if path := cached(dataclasses.replace(recipe, compiler=None), self._shipped):
+                try:
+                    return Built(path), _ready(load(path, kind), kind)
+                # The system, or the driver, is older than those of the release: this machine's compiler may fit it.
+                except (BuildError, AttributeError) as error:
+                    log.info("%s", error)
+        built, library = self._of_machine(kind, recipes)
+        return built, _ready(library, kind)
+
+    def _of_machine(self, kind: str, recipes: list[Recipe]) -> tuple[Built, ctypes.CDLL]:
+        """A library of the cache, which is built if it is not there."""
         reject = None
         if self._cache is None:
             self._cache = trusted(cache_dir())
         cache = self._cache
-        recipes = self._recipes(kind)
-        # A library of the same sources is as good whichever compiler made it.
-        shipped = [(dataclasses.replace(recipe, compiler=None), self._shipped) for recipe in recipes]
-        for recipe, folder in (*shipped, *((recipe, cache) for recipe in recipes)):
-            if path := cached(recipe, folder):
+        for recipe in recipes:
+            if path := cached(recipe, cache):
                 try:
                     return Built(path), load(path, kind)
                 except BuildError as error:  # built on another system, newer or sharing the cache: rebuilt once
                     log.info("%s", error)
-                    reject = path if folder == cache else None
+                    reject = path
         try:
-            built = build(recipes[-1], writable(cache), reject=reject)
+            folder = writable(cache)
+            _announce(recipes[-1], folder)
+            built = build(recipes[-1], folder, reject=reject)
             return built, load(built.path, kind)
         except BuildError:
             # The compiler is broken, but another one may have built the kernels, as in a container image.
@@ -308,6 +334,21 @@ class Loader:
                 raise BuildError(f"a device has compute capability {major}.{minor}; {_TOO_OLD}.")
             recipes.append(recipe_of(kind, self._csrc, [f"sm_{major}{minor}" for major, minor in present]))
         return recipes
+
+
+def _announce(recipe: Recipe, folder: Path) -> None:
+    """Say on local rank 0 what the first operation waits for, if there is a compiler.
+
+    The references cannot run meanwhile: their norms are sums in another order, whose last bits differ.
+    """
+    if recipe.compiler is None or local_rank() != 0:
+        return
+    takes = {"cpu": "half a minute on two idle cores", "cuda": "some minutes"}[recipe.kind]
+    say(
+        f"lt_zero compiles its {recipe.kind} kernels, once for this machine, into {printable(str(folder))}. This takes "
+        f"{takes}, for which the first step waits; `lt-zero ops build` does it beforehand.",
+        stderr=True,
+    )
 
 
 def _explain(status: Status) -> str:

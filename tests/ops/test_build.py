@@ -124,9 +124,15 @@ def count(notes: Path) -> int:
     return len(notes.read_text().splitlines())
 
 
-def test_first_use_compiles_and_later_ones_do_not(csrc: Path, cache: Path, runs: Path) -> None:
+def test_first_use_compiles_and_later_ones_do_not(
+    csrc: Path, cache: Path, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = Loader(csrc)
     assert first.get("cpu") is first.get("cpu") is not None
+    told = capsys.readouterr().err
+    assert told.count("lt_zero compiles its cpu kernels") == 1
+    assert f"into {cache}." in told
+    assert "`lt-zero ops build`" in told
     assert count(runs) == 3  # two sources and the library; the source for other machines is left out
     status = first.status("cpu")
     assert (status.available, status.isa) == (True, "portable")
@@ -136,6 +142,7 @@ def test_first_use_compiles_and_later_ones_do_not(csrc: Path, cache: Path, runs:
     again = Loader(csrc)
     assert again.get("cpu") is not None
     assert again.status("cpu").seconds is None
+    assert "compiles" not in capsys.readouterr().err
     assert count(runs) == 3
     assert {file.suffix for file in cache.iterdir()} == {".so", ".log", ".lock"}
 
@@ -150,7 +157,9 @@ def test_a_library_that_is_shipped_beside_the_sources_is_loaded_without_a_compil
     assert shipped.status("cpu").why == "shipped with the package"
     assert not cache.exists()
     # Of other sources, or damaged, it is not loaded.
-    made.path.write_bytes(made.path.read_bytes()[:-1])
+    content = made.path.read_bytes()
+    made.path.unlink()  # this process has mapped the file, and would crash at its exit if it changed
+    made.path.write_bytes(content[:-1])
     with pytest.warns(UserWarning, match="no-compiler"):
         assert Loader(csrc).get("cpu") is None
     monkeypatch.delenv("CXX")
@@ -658,6 +667,39 @@ def test_cuda(csrc: Path, nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "-gencode=arch=compute_86,code=sm_86" in nvcc.read_text().splitlines()[-1]
 
 
+def test_cuda_kernels_that_are_shipped(csrc: Path, cache: Path, nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are used without nvcc, and before those of the cache; where they fail, this machine's nvcc makes others."""
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(library, "try_kernel", lambda loaded: None)
+    cached_one = build.build(recipe_of("cuda", csrc), cache)
+    shipped = build.build(recipe_of("cuda", csrc), csrc / build.SHIPPED)
+    assert Loader(csrc).status("cuda").path == shipped.path
+    with monkeypatch.context() as without:
+        without.setenv("NVCC", "no-compiler")
+        without.setattr(build, "find_compiler", lambda kind: (_ for _ in ()).throw(BuildError("no compiler")))
+        found = Loader(csrc).status("cuda")
+    assert (found.available, found.path, found.why) == (True, shipped.path, "shipped with the package")
+
+    def fail_once(loaded: ctypes.CDLL) -> None:
+        tried.append(loaded)
+        if len(tried) == 1:
+            raise BuildError("a kernel fails: the driver is older.")
+
+    tried: list[ctypes.CDLL] = []
+    monkeypatch.setattr(library, "try_kernel", fail_once)
+    assert Loader(csrc).status("cuda").path == cached_one.path
+    assert shipped.path.exists()
+    # Those of other sources are not used.
+    (csrc / "cuda" / "api.cu").write_text((csrc / "cuda" / "api.cu").read_text() + "\n// changed\n")
+    changed = Loader(csrc).status("cuda").path
+    assert changed is not None
+    assert changed.parent == cache
+    assert changed != cached_one.path
+
+
 def test_an_unknown_device_gets_ptx(csrc: Path, nvcc: Path) -> None:
     assert recipe_of("cuda", csrc, ["sm_120"]).codes == ("compute_90",)
 
@@ -765,7 +807,8 @@ def test_kernels_that_load_and_fail_are_not_used(
 ) -> None:
     loaded = _OldDriver(code, monkeypatch)
     loader = Loader()
-    monkeypatch.setattr(loader, "_obtain", lambda kind: (build.Built(Path("library")), loaded))
+    monkeypatch.setattr(loader, "_recipes", lambda kind: [])
+    monkeypatch.setattr(loader, "_of_machine", lambda kind, recipes: (build.Built(Path("library")), loaded))
     assert (loader.get("cuda") is loaded) == (code == 0)
     if code:
         assert "a kernel fails on" in loader.status("cuda").why

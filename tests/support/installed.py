@@ -14,8 +14,10 @@ import tempfile
 from pathlib import Path
 
 STEP = """
+import dataclasses
 import lightning as L, lt_zero
-from lt_zero.ops.library import status
+from lt_zero.ops.compiler import CSRC, SHIPPED, cached, load, recipe_of
+from lt_zero.ops.library import declare, status
 from lightning.pytorch.demos.boring_classes import BoringModel
 assert lt_zero.__file__.startswith({folder!r}), lt_zero.__file__
 trainer = L.Trainer(strategy=lt_zero.ZeroStrategy(stage=3), accelerator="cpu", devices=1, max_steps=2, logger=False,
@@ -25,6 +27,14 @@ found = status("cpu")
 print(found.isa, found.why)
 assert trainer.global_step == 2 and found.available, found
 assert ("shipped" in found.why) == {shipped}, found
+files = set((CSRC / SHIPPED).glob("*.so"))
+for kind in ("cpu", "cuda"):
+    path = cached(dataclasses.replace(recipe_of(kind), compiler=None), CSRC / SHIPPED)
+    if path is not None:
+        declare(load(path, kind), kind)
+        files.remove(path)
+        print("shipped:", path.name)
+assert not files, ("libraries of other sources", files)
 """
 
 
@@ -47,7 +57,7 @@ def main(file: Path) -> None:
         environment = {**os.environ, "LT_ZERO_CACHE": str(Path(folder, "cache"))}
         environment.pop("PYTHONPATH", None)
         if shipped:
-            environment["CXX"] = "no-compiler"
+            environment.update(CXX="no-compiler", NVCC="no-compiler")
         code = STEP.format(folder=str(own), shipped=shipped)
         subprocess.run([str(python), "-c", code], check=True, env=environment, cwd=folder)
     print(f"{file.name}: installed, and trained two steps")

@@ -556,7 +556,8 @@ def announce_data_reads(announce: Callable[[torch.nn.Parameter], object], ids: s
     """Call ``announce(parameter)`` before any code reads ``parameter.data``. Only the first call has an effect.
 
     ``ids``: only of parameters with one of these ids, a set that the caller goes on changing. Other parameters are
-    those of fragments, of which optimizers read ``data``, and of other models: reading theirs should cost next to nothing.
+    those of fragments, of which optimizers read ``data``, and of other models: reading theirs should cost next to
+    nothing.
 
     What is written to ``parameter.data`` changes no version counter, so this is the only trace that a write leaves.
     Compiled code does not call it, and its writes change the counter.

@@ -82,7 +82,7 @@ class TrainingLoops:
 
 
 def _progress(trainer: Any) -> dict[str, Any]:
-    """What counts the steps, batches and epochs of a Trainer that fits."""
+    """The counters of steps, batches and epochs of a Trainer that fits."""
     fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
     return {
         "epochs": fit.epoch_progress,
@@ -94,7 +94,7 @@ def _progress(trainer: Any) -> dict[str, Any]:
 
 
 def progress_of(trainer: Any) -> dict[str, Any]:
-    """How far a Trainer has come, as plain numbers: steps, batches, epochs."""
+    """Counts of steps, batches and epochs that a Trainer has done, as plain numbers."""
     counts = {name: counter.state_dict() for name, counter in _progress(trainer).items()}
     return {**counts, "logged steps": trainer.fit_loop.epoch_loop._batches_that_stepped}
 
