@@ -78,8 +78,9 @@ def _run(stage: int | None, way: str, options: dict[str, Any], **settings: Any) 
         trainer = sharded_trainer(stage, zero, **given)
     module = Module(way, options)
     trainer.fit(module)
-    found = {name: value.detach().clone() for name, value in plain_names.state_dict(module).items()}
-    if stage is not None:
+    if stage is None:
+        found = {name: value.detach().clone() for name, value in plain_names.state_dict(module).items()}
+    else:
         found = trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
     metrics = [*trainer.validate(module, verbose=False), *trainer.test(module, verbose=False)]
     return found, (metrics, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), hooks.calls)

@@ -555,9 +555,8 @@ _DATA: Any = torch._C.TensorBase.data  # the descriptor
 def announce_data_reads(announce: Callable[[torch.nn.Parameter], object], ids: set[int]) -> None:
     """Call ``announce(parameter)`` before any code reads ``parameter.data``. Only the first call has an effect.
 
-    ``ids``: only of parameters with one of these ids, a set that the caller goes on changing. Other parameters are
-    those of fragments, of which optimizers read ``data``, and of other models: reading theirs should cost next to
-    nothing.
+    ``ids``: only of parameters with one of these ids, a set that the caller goes on changing. Others are fragments, of
+    which optimizers read ``data``, and those of other models: reading them should cost next to nothing.
 
     What is written to ``parameter.data`` changes no version counter, so this is the only trace that a write leaves.
     Compiled code does not call it, and its writes change the counter.

@@ -206,7 +206,7 @@ def load_within(context: Callable[[Any, dict[str, Any]], AbstractContextManager[
 def rename_weights(renamed: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> None:
     """Let strategies that load a checkpoint's weights into a module load ``renamed(module, checkpoint)``. Idempotent.
 
-    A strategy with a loading of its own (FSDP, this package's) goes on as before, as does a version of Lightning
+    A strategy with a loading of its own (FSDP, this package's) goes on as before, and so does a version of Lightning
     without this method.
     """
     module, name, method = _LOADS_WEIGHTS
