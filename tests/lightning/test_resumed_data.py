@@ -23,7 +23,7 @@ FAST = {  # the points of the fast suite, by loader
 }
 
 TWICE = ["shuffled", "three lengths, windows", "stateful, windows", "epoch of a callback", "weighted, windows"]
-TWICE += ["stateful", "stateful, limited", "counting, reopened", "opened late"]
+TWICE += ["stateful", "stateful, limited", "around, reopened", "opened late"]
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "workers" not in name])

@@ -587,6 +587,8 @@ class LoaderPosition:
         self.start: RandomStates | None = None  # at the start of the pass
         self.own = OwnState(loader, self.stateful)
         self.own_start: dict[str, Any] = {}  # at the start of the pass
+        # What checkpoints leave out, as it never changed. Lightning's saves ask the loader, which may open its sampler.
+        self._untouched = self.own.take(everything=True) if self.stateful else {}
         self._openings = Openings(loader, self.own) if self.stateful else None
         self.epochs: dict[str, int] = {}  # at the start of the pass
         self.fetched = 0  # batches in the pass
@@ -699,10 +701,9 @@ class LoaderPosition:
             return
         if self.stateful and state is not None:
             # The state is of a pass that was left: the next one begins after it.
-            untouched = self.own.take(everything=True)
             self.loader.load_state_dict(copy.deepcopy(state))
             self.make()
-            self.own.set(untouched)  # the sampler was opened
+            self.own.set(self._untouched)  # the sampler was opened
             self._loaded = state
         self._epochs.restore(place.epochs_now)  # may seed generators anew
         self.own.set(place.own_now)
@@ -721,6 +722,7 @@ class LoaderPosition:
         # Lightning sets the epoch after it reads ahead, and counts an epoch that max_steps ended.
         self._epochs.restore(place.epochs)
         if self._openings is not None and state is not None:
+            self.own.set(self._untouched)
             self.own.set(place.own)
             place.start.apply()
             self.loader.load_state_dict(copy.deepcopy(state))
