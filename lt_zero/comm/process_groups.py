@@ -194,8 +194,10 @@ def await_all(timeout: timedelta | None = None) -> None:
         if cause := last_cause():
             # Hang detection closes connections to end a wait of other packages, so these processes may well be alive.
             raise RuntimeError(
-                f"{ranks} cannot be reached: an error ended the last run in these processes, and closed connections"
-                f" that this run needs. {cause} Start all processes again, and resume from a checkpoint. ({error})"
+                f"{ranks} cannot be reached: an error ended the last run in these processes, and may have closed"
+                " connections that this run needs; or these ranks have ended since: killed (for want of memory, by the"
+                f" scheduler), or by an error or an exit of the script. {cause} Start all processes again, and resume"
+                f" from a checkpoint. ({error})"
             ) from None
         raise RuntimeError(
             f"{ranks} ended before the model was set up: killed (for want of memory, by the scheduler), or by an error"
@@ -217,7 +219,7 @@ def awaits_all(frame: FrameType) -> bool:
 
 
 def has_room_for_group(ranks: int) -> bool:
-    """True if this process can open what a group of ``ranks`` needs.
+    """True if this process can open what a group needs that connects it with each of ``ranks``.
 
     The others would wait until a timeout for a rank that fails while it connects, or gloo would end the process. So all
     ranks tell each other before.

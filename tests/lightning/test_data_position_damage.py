@@ -11,13 +11,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import RandomSampler
+from torch.utils.data import RandomSampler, SequentialSampler
 
 from lt_zero.common.errors import CheckpointError
 from lt_zero.lightning.data_position.inexact import inexact
@@ -35,6 +35,7 @@ from tests.support.progress_tools import (
     new_loader,
     new_trainer,
 )
+from tests.support.resumes import Stateful
 
 
 class Shuffling(Stream):
@@ -130,6 +131,27 @@ def test_another_seed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         _resumed_from(lambda states: states, tmp_path)
 
 
+class _Registered(type):
+    """A class of classes, each of which has a name of its own."""
+
+    names: ClassVar[set[str]] = set()
+
+    def __new__(cls, name: str, *args: Any) -> Any:
+        if name in cls.names:
+            raise ValueError(f"{name} is registered twice")
+        cls.names.add(name)
+        return super().__new__(cls, name, *args)
+
+
+class _InOrder(SequentialSampler, metaclass=_Registered):
+    pass
+
+
+def _registered() -> Any:
+    data = Noisy()
+    return Stateful(data, batch_size=2, sampler=_InOrder(data))
+
+
 def _persistent() -> Any:
     return new_loader(num_workers=1, persistent_workers=True)
 
@@ -139,9 +161,10 @@ def _persistent() -> Any:
     [
         (Once, "The training loader Once can be read once only"),
         (lambda: range(8), "The training loader range cannot be tracked"),
+        (_registered, r"opens a sampler of a class that allows no subclass"),
         (_persistent, r"DataLoader\(Noisy\) keeps its workers"),
     ],
-    ids=["once", "no object", "persistent workers"],
+    ids=["once", "no object", "registered", "persistent workers"],
 )
 def test_what_a_resume_will_not_repeat_is_told_when_a_run_begins(loader: Callable[[], Any], message: str) -> None:
     class Any_(Model):

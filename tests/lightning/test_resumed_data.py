@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.pool import Pool
-from tests.support.resumes import CASES, differences, differences_of_a_second_resume
+from tests.support.resumes import CASES, differences, differences_after_a_run, differences_of_a_second_resume
 
 POINTS = ["b1", "b2", "b4", "b6", "b9", "b12", "e0", "e1"]
 FAST = {  # the points of the fast suite, by loader
@@ -16,6 +16,7 @@ FAST = {  # the points of the fast suite, by loader
     "weighted beside stateful": ["b3", "e0"],
     "stateful stream": ["b2"],
     "around, reopened": ["b3", "e0"],
+    "consuming, restored": ["b9"],
     "opened late": ["b3"],
     "epoch of a callback": ["e0"],
     "max_size_cycle, stream last": ["e0"],
@@ -23,7 +24,7 @@ FAST = {  # the points of the fast suite, by loader
 }
 
 TWICE = ["shuffled", "three lengths, windows", "stateful, windows", "epoch of a callback", "weighted, windows"]
-TWICE += ["stateful", "stateful, limited", "around, reopened", "opened late"]
+TWICE += ["stateful", "stateful, limited", "around, reopened", "counting late, reopened", "opened late"]
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "workers" not in name])
@@ -37,6 +38,10 @@ def test_every_loader_at_every_point(name: str, pool: Pool, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", FAST)
 def test_a_cover_of_them(name: str, pool: Pool, tmp_path: Path) -> None:
     assert pool.run(2, differences, name, FAST[name], tmp_path) == [[], []]
+
+
+def test_a_save_after_a_run(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, differences_after_a_run, tmp_path) == [[], []]
 
 
 @pytest.mark.slow

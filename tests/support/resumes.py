@@ -10,7 +10,7 @@ import copy
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -191,6 +191,28 @@ class Reopening(Stateful):
         return super()._new_pass()
 
 
+class Forgetful(Stateful):
+    """One that forgets its place when Lightning takes its iterator away at the end of a run, as torchdata's."""
+
+    @property
+    def _iterator(self) -> Any:
+        return self._pass
+
+    @_iterator.setter
+    def _iterator(self, value: Any) -> None:
+        self._pass = value
+
+
+class Restoring(DataLoader[Tensor]):
+    """A loader that restores what its sampler counts, as those of Megatron do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"consumed": self.sampler.consumed}  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sampler.consumed = state["consumed"]  # type: ignore[attr-defined]
+
+
 class Late(DataLoader[Tensor]):
     """A loader as litdata's: opened with its first batch. Passes go on from a state until one is read to its end."""
 
@@ -238,6 +260,25 @@ class CountingLate(Counting):
 
     def __iter__(self) -> Iterator[int]:
         yield from self.order()
+
+
+class Consuming(Counting):
+    """Counts the numbers that were read, and goes on there."""
+
+    consumed = 0
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, begin = divmod(self.consumed, self.count)
+        for number in random.Random(epoch).sample(range(self.count), self.count)[begin:]:
+            self.consumed += 1
+            yield number
+
+
+class Named(Counting):
+    """Asks for its own class."""
+
+    def __iter__(self) -> Iterator[int]:
+        return super(self.__class__, self).__iter__()  # noqa: UP008
 
 
 class Drawing(Counting):
@@ -464,6 +505,8 @@ CASES: dict[str, Case] = {
     "counting late, reopened": Case(lambda: sampled(6, CountingLate, kind=Reopening), {"accumulate_grad_batches": 4}),
     "drawing, reopened": Case(lambda: sampled(6, Drawing, kind=Reopening), {"accumulate_grad_batches": 2}),
     "shuffling, reopened": Case(lambda: sampled(6, Shuffling, kind=Reopening)),
+    "named, reopened": Case(lambda: sampled(6, Named, kind=Reopening), UNSHARDED),
+    "consuming, restored": Case(lambda: sampled(6, Consuming, kind=Restoring), UNSHARDED),
     "around, reopened": Case(lambda: sampled(6, Around, kind=Reopening)),
     "opened late": Case(lambda: stream(6, ByEpoch, Late)),
     "opened late, windows": Case(lambda: stream(6, ByEpoch, Late), {"accumulate_grad_batches": 4}),
@@ -495,14 +538,20 @@ CASES: dict[str, Case] = {
 }
 
 
-def fit(case: Case, seed: int, ckpt: Path | None = None, *callbacks: pl.Callback) -> dict[str, Any]:
-    """What a run has seen and computed; ``seed`` differs between ranks, as for any program that does not care."""
+def trained(case: Case, seed: int, ckpt: Path | None = None, *callbacks: pl.Callback) -> tuple[pl.Trainer, Run]:
+    """A run that is over; ``seed`` differs between ranks, as for any program that does not care."""
     model = case.model(case.make)
     for seeding in (torch.manual_seed, random.seed, np.random.seed):
         seeding(seed + 17 * _rank())
     options = {"max_epochs": 3, "num_sanity_val_steps": 0, "use_distributed_sampler": True, **case.options}
     trainer = new_trainer(callbacks=[SetEpoch(), *callbacks], **options)
     trainer.fit(model, ckpt_path=ckpt)
+    return trainer, model
+
+
+def fit(case: Case, seed: int, ckpt: Path | None = None, *callbacks: pl.Callback) -> dict[str, Any]:
+    """What a run has seen and computed."""
+    trainer, model = trained(case, seed, ckpt, *callbacks)
     return {
         "seen": model.seen,
         "losses": model.losses,
@@ -522,6 +571,15 @@ def differences(name: str, points: Sequence[str], folder: Path) -> list[str]:
         got = fit(case, 2 + number, folder / f"{point}.ckpt")
         found += _different(case, want, got, batches, f"{name} at {point}")
     return found
+
+
+def differences_after_a_run(folder: Path) -> list[str]:
+    """What differs in a resume from a checkpoint that was saved after a run, of a loader that forgets its place."""
+    case = Case(lambda: rows(6, kind=Forgetful))
+    want, path = fit(case, 1), folder / "over.ckpt"
+    trainer, _ = trained(replace(case, options={"max_steps": 8}), 1)
+    trainer.save_checkpoint(path, weights_only=False)
+    return _different(case, want, fit(case, 2, path), 8, "after a run")
 
 
 def differences_of_a_second_resume(name: str, point: str, seconds: Sequence[str], folder: Path) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch.utils.data import DataLoader
 
+from lt_zero.lightning.data_position.openings import Openings
 from lt_zero.lightning.data_position.own_state import OwnState
 
 
@@ -30,6 +31,11 @@ def inexact(loader: object, own: OwnState, stateful: bool) -> Iterator[str]:
         yield (
             "resumes by its own state, in which Hugging Face leaves out the samples that are in the shuffle buffer: a "
             "run that resumes inside of an epoch will not see these. In a plain DataLoader the order is repeated"
+        )
+    if stateful and Openings(loader, own).unwatched:
+        yield (
+            "resumes by itself and opens a sampler of a class that allows no subclass: a run that resumes inside of an "
+            "epoch may see another order. Give the sampler `state_dict` and `load_state_dict`"
         )
     if own.hidden and not stateful:
         yield (

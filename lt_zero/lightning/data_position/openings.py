@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Container, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -39,6 +39,10 @@ class Opening(NamedTuple):
     def state_dict(self) -> dict[str, Any]:
         """Plain containers and tensors."""
         return {"states": self.states.state_dict(), "own": self.own}
+
+    def without(self, paths: Container[str]) -> Opening:
+        """The same without the private state of ``paths``."""
+        return self._replace(own={path: state for path, state in self.own.items() if path not in paths})
 
     @classmethod
     def of(cls, packed: Any, where: str) -> Opening:
@@ -62,6 +66,8 @@ class Openings:
         self._sampler = opened_sampler(loader) if isinstance(loader, DataLoader) and not own.covered else None
         self._kind = type(self._sampler)
         self._watched = _watched_kind(self._kind, self) if hasattr(self._kind, "__iter__") else None
+        # Whether its order may not be repeated. What is built in, such as a range, has one order.
+        self.unwatched = self._watched is None and self._kind.__module__ != "builtins"
 
     def passed(
         self, make: Callable[[], Iterator[Any]], start: RandomStates | None = None, begin: Opening | None = None
@@ -94,7 +100,7 @@ class Openings:
         kind = self._watched
         if kind is not None:
             try:
-                self._sampler.__class__ = kind
+                _set_class(self._sampler, kind)
             except TypeError:  # its class is not Python's
                 kind = self._watched = None
         self._from = begin
@@ -103,7 +109,7 @@ class Openings:
         finally:
             self._from = None
             if kind is not None:
-                self._sampler.__class__ = self._kind
+                _set_class(self._sampler, self._kind)
 
     @contextmanager
     def _seeded(self, start: RandomStates | None) -> Generator[None, None, None]:
@@ -130,8 +136,10 @@ class Openings:
         before = RandomStates.now()
         self._from.states.apply()
         self._own.set(self._from.own)
-        yield
-        before.apply()  # the run that was not interrupted draws nothing here
+        try:
+            yield
+        finally:
+            before.apply()  # the run that was not interrupted draws nothing here
 
 
 def _watched_kind(kind: Any, openings: Openings) -> Any:
@@ -139,8 +147,8 @@ def _watched_kind(kind: Any, openings: Openings) -> Any:
     owner = weakref.ref(openings)  # Python keeps classes that inspect.getattr_static has seen
     late = inspect.isgeneratorfunction(kind.__iter__)
 
-    def begin_late(indices: Iterator[Any]) -> Iterator[Any]:
-        with _opening(owner):
+    def begin_late(sampler: Any, indices: Iterator[Any]) -> Iterator[Any]:
+        with _opening(owner), as_users(sampler):
             first = next(indices, owner)
         if first is not owner:
             yield first
@@ -148,25 +156,36 @@ def _watched_kind(kind: Any, openings: Openings) -> Any:
 
     def __iter__(self: Any) -> Iterator[Any]:
         if late:
-            return begin_late(kind.__iter__(self))
-        with _opening(owner):
+            return begin_late(self, kind.__iter__(self))
+        with _opening(owner), as_users(self):
             return kind.__iter__(self)  # type: ignore[no-any-return]
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickles, for a worker that is given the sampler, as the user's class."""
-        watched = type(self)
-        self.__class__ = kind
-        try:
+        with as_users(self):
             return self.__reduce_ex__(protocol)
+
+    @contextmanager
+    def as_users(sampler: Any) -> Generator[None, None, None]:
+        """Context in which the sampler has the class that the user's code knows."""
+        watched = type(sampler)
+        _set_class(sampler, kind)
+        try:
+            yield
         finally:
-            self.__class__ = watched
+            _set_class(sampler, watched)
 
     methods = {"__iter__": __iter__, "__reduce_ex__": __reduce_ex__}
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     try:
         return type(kind)(kind.__name__, (kind,), {"__slots__": (), **named, **methods})
-    except TypeError:
+    except Exception:  # the user's metaclass or `__init_subclass__`, a registry of names say, does not allow it
         return None
+
+
+def _set_class(sampler: Any, kind: Any) -> None:
+    """Set the class of a sampler, not by its own ``__setattr__``: it may be frozen, or pass attributes on."""
+    object.__setattr__(sampler, "__class__", kind)
 
 
 @contextmanager

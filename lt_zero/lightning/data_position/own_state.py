@@ -148,7 +148,7 @@ class OwnState:
         """True if ``state_dict`` of samplers returns what it had returned in ``take``."""
         now = self.take()
         kept = [path for path, state in taken.items() if state["kind"] == "state_dict"]
-        return all(path in now and _same(now[path]["state"], taken[path]["state"]) for path in kept)
+        return all(path in now and same_states(now[path]["state"], taken[path]["state"]) for path in kept)
 
     # ---- the walk ------------------------------------------------------------------------------------------------
 
@@ -367,7 +367,7 @@ def _assign(place: StatePlace, state: Any) -> None:
         value[...] = state.numpy()
     elif isinstance(state, Tensor):  # it is made, or takes another form, with the first pass
         setattr(place.owner, place.key, state.numpy() if not isinstance(value, Tensor) else state)
-    else:
+    elif type(value) is not type(state) or value != state:  # objects that allow no changes have none
         setattr(place.owner, place.key, state)
 
 
@@ -453,12 +453,12 @@ def _arrays(state: Any) -> Any:
     return int(state) if isinstance(state, str) else state
 
 
-def _same(one: Any, other: Any) -> bool:
-    """True if two states of samplers are equal."""
+def same_states(one: Any, other: Any) -> bool:
+    """True if two states, as ``OwnState.take`` or samplers return them, are equal."""
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(same_states(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(same_states, one, other))
     if isinstance(one, (Tensor, np.ndarray)) and isinstance(other, (Tensor, np.ndarray)):
         return np.array_equal(np.asarray(one), np.asarray(other))
     return bool(one == other)

@@ -60,6 +60,7 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -79,7 +80,7 @@ from lt_zero.lightning.data_position.inexact import inexact
 from lt_zero.lightning.data_position.iteration import RESTS, correct_counters, do_rest, rest_of
 from lt_zero.lightning.data_position.logged import EpochValues, are_values, restore_values, saved_values
 from lt_zero.lightning.data_position.openings import Opening, Openings
-from lt_zero.lightning.data_position.own_state import LONGEST, OwnState, are_states
+from lt_zero.lightning.data_position.own_state import LONGEST, OwnState, are_states, same_states
 from lt_zero.lightning.data_position.random_state import RandomStates, own_or_derived
 from lt_zero.lightning.data_position.request import LoaderRequest
 from lt_zero.lightning.data_position.witness import Witness
@@ -228,7 +229,7 @@ class DataPosition:
         self._request.release()
         self._show_advice()
         for position in self._feed.positions:
-            position.make = None
+            position.close()
 
     def _before_batch(self) -> None:
         if self._started and self._hidden is not None:
@@ -536,7 +537,7 @@ class LoaderPlace:
     @classmethod
     def of(cls, packed: dict[str, Any], where: str) -> LoaderPlace:
         """Restore from ``state_dict`` without ``faults``. Raises: CheckpointError."""
-        start, opening, witness = packed["start"], packed["opening"], packed["witness"]
+        start, opening, witness = packed["start"], packed.get("opening"), packed["witness"]
         read = {
             "start": RandomStates.of(start, where) if start is not None else None,
             "opening": Opening.of(opening, where) if opening is not None else None,
@@ -547,7 +548,8 @@ class LoaderPlace:
     @classmethod
     def faults(cls, packed: Any) -> list[str]:
         """Names of what cannot be read."""
-        if not isinstance(packed, dict) or packed.keys() != {field.name for field in fields(cls)}:
+        # Checkpoints from before there were openings have none.
+        if not isinstance(packed, dict) or {"opening", *packed} != {field.name for field in fields(cls)}:
             return ["loaders"]
         numbers = [packed[name] for name in ("fetched", "served", "openings", "unit")]
         if not all(isinstance(number, int) and number >= 0 for number in numbers) or packed["unit"] < 1:
@@ -557,7 +559,7 @@ class LoaderPlace:
         maps = [packed["epochs"], packed["epochs_now"]]
         if not all(isinstance(found, dict) and all(isinstance(e, int) for e in found.values()) for found in maps):
             return ["epochs"]
-        opening = packed["opening"]
+        opening = packed.get("opening")
         if opening is not None and not (isinstance(opening, dict) and are_states(opening.get("own"))):
             return ["opening"]
         witness = packed["witness"]
@@ -601,13 +603,14 @@ class LoaderPosition:
         self._epochs = Epochs(self.own.parts)
         self._resumed: list[Iterator[Any]] = []
         self._loaded: Any = None  # the state that a stateful loader was given, until it is read
+        self._last: Any = None  # its state at the end of the run
         self._set_up = False  # whether Lightning has opened it
 
     def open(self, make: Make) -> Iterator[Any]:
         feed = self._feed
         if not feed.live:
             return make()
-        self.make = make
+        self.make, self._last = make, None
         if feed.closed and self._set_up:
             return make()  # the user's hooks read it before training starts
         self._set_up = True
@@ -629,6 +632,14 @@ class LoaderPosition:
         if self.stateful:
             _forget_loaded(self.loader)
         return self._opened()
+
+    def close(self) -> None:
+        """End the run. Lightning takes the iterator from the loader next, and torchdata's then forgets its place."""
+        self.make = None
+        if self.stateful and self.openings > 0:
+            # A loader that cannot tell its state says so in the save that asks for it.
+            with suppress(Exception):
+                self._last = _copied(self.loader.state_dict())
 
     def _opened(self) -> Iterator[Any]:
         """A pass from its begin."""
@@ -658,14 +669,16 @@ class LoaderPosition:
                 private state, and that of a loader that resumes by itself.
             goes_on: the next batch is of the same pass, if this has not ended; else the next pass may begin.
         """
-        state = self._loaded
+        state = self._loaded if self._loaded is not None else self._last
         if complete and state is None and self.stateful and self.openings > 0:  # else asking would begin a pass
             state = _copied(self.loader.state_dict())
         inside = goes_on and self.fetched > 0 and not self.exhausted
+        # Before its first pass, a save of Lightning may have opened the sampler of such a loader: a resume begins anew.
+        unopened = self.stateful and self.openings == 0
         return LoaderPlace(
             start=self.start,
             own=self.own_start,
-            own_now=self.own.take(inside, known=goes_on and self.exhausted) if complete else {},
+            own_now=self.own.take(inside, known=goes_on and self.exhausted) if complete and not unopened else {},
             epochs=self.epochs,
             epochs_now=self._epochs.state_dict(),
             fetched=self.fetched,
@@ -699,14 +712,15 @@ class LoaderPosition:
         if count > 0 and place.start is not None and not place.exhausted:
             self._resume_pass(place, count, state)
             return
+        own_now = place.own_now
         if self.stateful and state is not None:
             # The state is of a pass that was left: the next one begins after it.
-            self.loader.load_state_dict(copy.deepcopy(state))
+            restored = self._load(state)
             self.make()
-            self.own.set(self._untouched)  # the sampler was opened
-            self._loaded = state
+            self.own.set({**self._untouched, **restored})  # the sampler was opened
+            own_now = {path: value for path, value in own_now.items() if path not in restored}
         self._epochs.restore(place.epochs_now)  # may seed generators anew
-        self.own.set(place.own_now)
+        self.own.set(own_now)
         if not self.own.agrees(place.own_now):
             self.own.set(place.own_now, state_dicts=True)
 
@@ -725,15 +739,23 @@ class LoaderPosition:
             self.own.set(self._untouched)
             self.own.set(place.own)
             place.start.apply()
-            self.loader.load_state_dict(copy.deepcopy(state))
-            batches = self._openings.passed(self.make, place.start, place.opening)
-            self._loaded = state
+            restored = self._load(state)
+            opening = place.opening.without(restored) if place.opening is not None else None
+            batches = self._openings.passed(self.make, place.start, opening)
         else:
             batches = self._repeat(place, count)
         self._epochs.restore(place.epochs_now)
         # A loader that resumes by itself may draw the order as late as with its first batch.
         self.own.set(place.own_now, samples_only=self.stateful)
         self._resumed.append(self._or_next_pass(batches) if self.cycled else batches)
+
+    def _load(self, state: Any) -> dict[str, Any]:
+        """Give a loader that resumes by itself its state; returns the private state that it has restored by that."""
+        before = self.own.take(everything=True)
+        self.loader.load_state_dict(copy.deepcopy(state))
+        self._loaded = state
+        after = self.own.take(everything=True)
+        return {path: value for path, value in after.items() if not same_states(before.get(path), value)}
 
     def _or_next_pass(self, batches: Iterator[Any]) -> Iterator[Any]:
         """``batches``, or those of a new pass if there are none.
