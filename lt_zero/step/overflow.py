@@ -8,6 +8,7 @@ first bad module.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -39,6 +40,28 @@ class _Visit:
     made: Tensor | None = None
 
 
+_stance = ExitStack()
+_open_watches = 0
+
+
+def _force_eager() -> None:
+    """Let compiled code of this process run eagerly until ``_allow_graphs`` was called as often.
+
+    Watches may be closed in any order, and torch puts back the stance of the time when one was opened.
+    """
+    global _open_watches
+    if _open_watches == 0:
+        _stance.enter_context(torch.compiler.set_stance("force_eager"))
+    _open_watches += 1
+
+
+def _allow_graphs() -> None:
+    global _open_watches
+    _open_watches -= 1
+    if _open_watches == 0:
+        _stance.close()
+
+
 class FiniteWatch:
     """Records, while open, if the output of each module's forward is finite, without synchronising a GPU.
 
@@ -49,7 +72,7 @@ class FiniteWatch:
         self.root, self._training_only = root, training_only
         self._names: dict[nn.Module, str] = {}
         self._handles: list[Any] = []
-        self._eager = ExitStack()
+        self._eager: weakref.finalize[Any, Any] | None = None
         self.reset()
 
     def open(self) -> None:
@@ -64,13 +87,16 @@ class FiniteWatch:
             self._handles.append(module.register_forward_hook(after))
         self._names = modules
         # A compiled graph ignores hooks that were registered after its compilation.
-        self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+        _force_eager()
+        # A watch may be dropped with its model, by a run that has ended on an overflow, say.
+        self._eager = weakref.finalize(self, _allow_graphs)
 
     def close(self) -> None:
         """Remove the hooks and forget the flags."""
         for handle in self._handles:
             handle.remove()
-        self._eager.close()
+        if self._eager is not None:
+            self._eager()
         self._handles, self._names = [], {}
         self.reset()
 

@@ -276,6 +276,29 @@ def test_compiled(way: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+def test_graphs_run_again_once_no_watch_is_open() -> None:
+    """Watches are closed in any order, or are dropped with their models."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(nn.Linear(3, 2), backend=backend)
+    first, second, dropped = FiniteWatch(nn.Linear(1, 1)), FiniteWatch(nn.Linear(1, 1)), FiniteWatch(nn.Linear(1, 1))
+    for watch in (first, second, dropped):
+        watch.open()
+    first.close()
+    second.close()
+    compiled(torch.ones(1, 3))
+    assert not graphs
+    del dropped, watch
+    gc.collect()
+    compiled(torch.ones(1, 3))
+    assert len(graphs) == 1
+
+
 def test_scripted_modules_are_passed_over() -> None:
     net = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4))
     with watching(net) as watch:
