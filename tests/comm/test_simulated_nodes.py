@@ -158,7 +158,7 @@ def test_nothing_is_left_after_an_error() -> None:
     with pytest.raises(KeyError):
         fail_in_nodes(ranks, inside)
     assert len(inside) == 2
-    assert not inside & networks()
+    until(lambda: not inside & networks())  # a process that was killed may take a moment on a busy machine
     assert ranks[0].returncode
 
 
