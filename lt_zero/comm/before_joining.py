@@ -44,7 +44,8 @@ _ANSWER_S, _SILENT = 30.0, 2  # seconds between two looks whether anybody listen
 
 _met: list[Tasks] = []  # the ranks that this process has met: later errors concern their process group
 _place: list[Callable[[], Tasks | None]] = []
-after_joining: list[Callable[[str], None]] = []  # are told in words of an error that ends this process after that
+# Called with the text of an error that ends this process after it has joined the run.
+after_joining: list[Callable[[str], None]] = []
 
 
 def watch_start(place: Callable[[], Tasks | None] = launched_tasks) -> None:
@@ -164,7 +165,7 @@ def _client(tasks: Tasks, timeout: timedelta) -> Store:
     """The store that rank 0 serves, for which this waits.
 
     Raises:
-        DistError: nobody serves it in time.
+        DistError: rank 0 does not serve it in time.
         RuntimeError: another program has the port, which takes connections and does not answer.
     """
     made: list[Store | Exception] = []

@@ -116,7 +116,9 @@ class EndedRanks:
         self, store: Store, ranks: list[int], rank: int, host: dist.ProcessGroup, watch: CollectiveMonitor
     ) -> None:
         self._signal, self._store = store, PrefixStore("ended", store)
-        self._ranks, self._rank, self._world = ranks, rank, len(ranks)
+        self._ranks = ranks
+        self._rank = rank
+        self._world = len(ranks)
         self._host, self._watch = host, watch
         self.hosts: list[str] = []
         self.lost: dict[int, str] = {}
@@ -158,7 +160,10 @@ class EndedRanks:
     def _take_back(self) -> None:
         if self.posted:
             self._store.delete_key(str(self._rank))
-        self.posted, self._told, self._scope, self.told = False, 0, None, ""
+        self.posted = False
+        self._told = 0
+        self._scope = None
+        self.told = ""
 
     def end_run(self) -> None:
         """End the run; without an error unless one was told."""

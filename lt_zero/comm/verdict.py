@@ -32,8 +32,8 @@ class RankState:
     """A rank: the collective in which it waits, its line of the user's code, and both in words.
 
     ``came``: it is, or was, in the collective that is examined. ``never``: it never will be. ``needs``: the ranks of
-    the run that it waits for, for long, in a collective of which nobody knows who has launched it. ``lasts``: its wait
-    has lasted since before a question to which all answers are younger.
+    the run for which it has waited long, in a collective whose launches are not known. ``lasts``: its wait began before
+    a question was asked that all ranks have answered since.
     """
 
     launch: CollectiveId | None
@@ -57,7 +57,7 @@ class RankState:
 
 
 def close_circles(states: Mapping[int, RankState], launch: CollectiveId) -> None:
-    """Set ``never`` of ranks that wait in collectives of which nobody knows who has launched them.
+    """Set ``never`` of ranks that wait in collectives whose launches are not known.
 
     One of the ranks that such a collective needs has not launched it, else it would have ended. If all of these wait
     for ``launch``, or in the same way, that rank is one of them, and none goes on before ``launch`` is complete. All of

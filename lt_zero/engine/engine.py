@@ -257,7 +257,7 @@ class Engine(ProcessLocal):
     def find_changed_apart(self, incomplete: bool = False) -> list[Bucket]:
         """The buckets that other code has changed since ``rest``, not alike on all ranks. Collective.
 
-        ``incomplete``: also those that differ now, if steps were incomplete, so that nobody knows who changed them.
+        ``incomplete``: also those that differ now: after an incomplete step it is not known what has changed them.
         """
         mine: list[tuple[int, bool]] = []
         if self._left and (self._digests or incomplete):

@@ -120,7 +120,7 @@ class FabricZeroStrategy(DDPStrategy):
 
     @override
     def __repr__(self) -> str:
-        # Lightning's error for a strategy of the wrong class shows this text, and nothing else of ours.
+        # Lightning's error for a strategy of the wrong class shows only this text of ours.
         stage = self.config.zero_optimization.stage
         return (
             f"FabricZeroStrategy(stage={stage}), which is for the Fabric of the package lightning; a Trainer takes "

@@ -196,7 +196,8 @@ RIGHT = [path for path in FILES if not expected(path)]
 def test_right_ones_train(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # some name files to write
     monitors = ["tensorboard.enabled=false", "wandb.enabled=false"]
-    train(path, tmp_path, *(monitors if "tensorboard" in path.read_text() else []))
+    strategy = train(path, tmp_path, *(monitors if "tensorboard" in path.read_text() else []))
+    assert strategy.lightning_module.trainer.global_step > 0
 
 
 @pytest.mark.parametrize("name", ["hf_stage2", "hf_stage3", "hf_stage2_bfloat16", "hf_stage3_bfloat16"])

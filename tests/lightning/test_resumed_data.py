@@ -16,7 +16,7 @@ FAST = {  # the points of the fast suite, by loader
     "weighted beside stateful": ["b3", "e0"],
     "stateful stream": ["b2"],
     "around, reopened": ["b3", "e0"],
-    "consuming, restored": ["b9"],
+    "consuming, restored": ["b15"],
     "opened late": ["b3"],
     "epoch of a callback": ["e0"],
     "max_size_cycle, stream last": ["e0"],

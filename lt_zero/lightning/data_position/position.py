@@ -537,7 +537,9 @@ class LoaderPlace:
     @classmethod
     def of(cls, packed: dict[str, Any], where: str) -> LoaderPlace:
         """Restore from ``state_dict`` without ``faults``. Raises: CheckpointError."""
-        start, opening, witness = packed["start"], packed.get("opening"), packed["witness"]
+        start = packed["start"]
+        opening = packed.get("opening")
+        witness = packed["witness"]
         read = {
             "start": RandomStates.of(start, where) if start is not None else None,
             "opening": Opening.of(opening, where) if opening is not None else None,
