@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -109,18 +110,23 @@ def new_group(
     probed: bool = False,
     link_timeout: float = LINK_TIMEOUT_S,
     alone: bool = False,
+    exchanges: bool = False,
+    connects: bool = True,
 ) -> dist.ProcessGroup:
     """A connected group: connecting at its first use could deadlock with other groups' collectives. Collective.
 
     ``inside``: whether this rank is one of ``ranks``. ``probed``: whether hang detection probes its connections.
     ``link_timeout``: ``communication.link_timeout``. ``alone``: only ``ranks``, and not all of the default group, make
-    it; then all of them have to have made equally many groups before.
+    it; then all of them have to have made equally many groups before. ``exchanges``: whether ranks will send each other
+    something of their own: an all-to-all, or messages. ``connects``: False leaves connecting to the first collective,
+    which a group of one rank may never have.
 
     Raises:
         RuntimeError: the ranks cannot connect.
     """
+    apart = backend == "gloo" or not connects
     try:
-        with closing_if_unanswered(probed, link_timeout):
+        with closing_if_unanswered(probed, link_timeout), _splitting_nothing_off() if apart else nullcontext():
             group: dist.ProcessGroup = dist.new_group(ranks, timeout, backend, use_local_synchronization=alone)
     except RuntimeError as error:
         if is_full_table(error):
@@ -130,14 +136,50 @@ def new_group(
             "host's name may lead nowhere: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) on every node to the one "
             "that the nodes share, as `ip addr` names it."
         ) from error
-    if inside and backend != "gloo":
-        _connect(group, device)
+    if inside and backend != "gloo" and connects:
+        _connect(group, device, exchanges)
     return group
 
 
-def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Let NCCL connect, which it does in the first collective. gloo has connected by now."""
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
+@contextmanager
+def _splitting_nothing_off() -> Iterator[None]:
+    """Context in which ``dist.new_group`` splits no communicator off a default group of NCCL.
+
+    If that group is bound to a device, torch lets a rank take part in a split of all ranks for every group that it is
+    not in, even if the group is one of gloo: hundreds of operations of the whole cluster at the start of a run, which
+    hang if ranks call them unequally (pytorch issue 145376). Groups that are made by their ranks alone
+    (``use_local_synchronization``) are no remedy. Their names come again once earlier groups are destroyed, and with
+    them what the store has of these.
+    """
+    default = dist.group.WORLD
+    bound = getattr(default, "bound_device_id", None)
+    if bound is None:
+        yield
+        return
+    assert default is not None
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
+
+
+def _connect(group: dist.ProcessGroup, device: torch.device, exchanges: bool) -> None:
+    """Let NCCL make all connections that the group will need. gloo has connected by now.
+
+    Since version 2.22 NCCL connects what an algorithm needs in the first collective that uses it, and blocks the host
+    meanwhile: a small all-reduce takes trees, all-gather and reduce-scatter take rings, all-to-all and messages connect
+    each rank with each.
+    """
+    size = dist.get_world_size(group)
+    one, whole = torch.zeros(1, device=device), torch.zeros(size, device=device)
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    dist.all_reduce(one, group=group)
+    gather(whole, one, group=group)
+    scatter(one, whole, group=group)
+    if exchanges:
+        dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
     accelerator.synchronize(device)
 
 
@@ -147,7 +189,11 @@ def can_split(backend: str) -> bool:
 
 
 def split_group(
-    parent: dist.ProcessGroup, parts: list[list[int]], timeout: timedelta | None, device: torch.device
+    parent: dist.ProcessGroup,
+    parts: list[list[int]],
+    timeout: timedelta | None,
+    device: torch.device,
+    exchanges: bool = False,
 ) -> dist.ProcessGroup:
     """The connected group of that of ``parts`` which has this rank, all made in one operation. Collective.
 
@@ -155,10 +201,11 @@ def split_group(
 
     Args:
         parent: numbers the ranks of ``parts``, which are disjoint; one has this rank.
+        exchanges: as for ``new_group``.
     """
     group: dist.ProcessGroup | None = dist.split_group(parent, parts, timeout)
     assert group is not None
-    _connect(group, device)
+    _connect(group, device, exchanges)
     return group
 
 

@@ -33,6 +33,7 @@ from lt_zero.comm.topology import Topology, choose, whole_nodes
 from lt_zero.comm.transport import Gloo, Groups, Mesh, SendBuffer, SendBuffers, SharedMemoryTransport, Transport
 from lt_zero.comm.work import FENCE, Done, Work, WorkList
 from lt_zero.comm.world import World
+from lt_zero.common import accelerator
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.config import ZeroConfig
@@ -137,12 +138,16 @@ class ShardGroup(Ranks):
         self._choose(self._largest, "auto", True)
 
     def _new_group(
-        self, backend: str, parts: Sequence[Sequence[int]] | None = None, timeout: timedelta | None = None
+        self,
+        backend: str,
+        parts: Sequence[Sequence[int]] | None = None,
+        timeout: timedelta | None = None,
+        exchanges: bool = False,
     ) -> dist.ProcessGroup:
         """Another process group over these ranks, or over that of ``parts`` which has this rank. Collective."""
         inside = [range(self._largest)] if parts is None else parts
         wanted = [[ranks[n] for n in part if n < len(ranks)] for ranks in self._parts for part in inside]
-        return self.world.new_group(backend, [ranks for ranks in wanted if ranks], timeout)
+        return self.world.new_group(backend, [ranks for ranks in wanted if ranks], timeout, exchanges=exchanges)
 
     def _share_memory(self, ranks: Sequence[int]) -> SharedArena | None:
         """Windows for ``ranks`` of the group, this one among them; None if some cannot share memory. Collective."""
@@ -297,7 +302,7 @@ class ShardGroup(Ranks):
         if one_queue(self.device):
             raise ConfigError([Problem(key, f"{key} {_QUEUE}, or remove the key.")])
         if self.compressor is None or self.compressor.plan != plan:
-            new_group = partial(self._new_group, self.backend)
+            new_group = partial(self._new_group, self.backend, exchanges=True)
             self.compressor = Compressor(plan, self.rank, self.device, self.watch, new_group)
         return True
 
@@ -521,8 +526,9 @@ def combine_rows(rows: Tensor, groups: Sequence[Ranks], name: str, maximum: bool
         combine = group.max_all if maximum else group.sum_scalar
         if len(distinct) == 1:
             return combine(rows, name)
-        mine = torch.tensor([each is group for each in groups], device=rows.device)
-        rows[mine] = combine(rows[mine], name)
+        # Indices, as a mask would let the host wait for the device, and sent without a wait.
+        mine = accelerator.send(torch.tensor([n for n, each in enumerate(groups) if each is group]), rows.device)
+        rows.index_copy_(0, mine, combine(rows.index_select(0, mine), name))
     return rows
 
 

@@ -103,6 +103,7 @@ class World(Ranks):
         self.check, self.timeout, self.link_timeout = check, timeout, link_timeout
         self.process_groups = [process_group] if process_group is not None else []  # all that were made
         self._closed = list(self.process_groups)  # whose connections hang detection closes
+        self._of_one: dict[str, dist.ProcessGroup] = {}  # groups that have this rank only, by their backend
         self.detector: HangDetector | None = None
         # Exchanges of host data (used parameters, orders) must not synchronise the GPU.
         self.order.host = process_group
@@ -212,22 +213,30 @@ class World(Ranks):
         parts: Sequence[Sequence[int]] | None = None,
         timeout: timedelta | None = None,
         closes: bool = False,
+        exchanges: bool = False,
     ) -> dist.ProcessGroup:
         """Another process group over all ranks, or over that of ``parts`` which has this rank. Collective.
 
         ``backend``: None: that of this world. ``parts``: the same on all ranks. ``closes``: hang detection
-        closes its connections after a verdict.
+        closes its connections after a verdict. ``exchanges``: its ranks send each other something of their own (an
+        all-to-all, or messages). Groups of one rank are all the same one.
 
         Raises:
             RuntimeError: on all ranks: the table of descriptors of one is full. Or the ranks cannot connect.
         """
         wanted, made = [list(part) for part in parts or [range(self.size)]], backend or self.backend
+        alone = all(len(part) == 1 for part in wanted)
+        if alone and made in self._of_one:
+            return self._of_one[made]
         # NCCL opens a few connections, whatever the number of ranks.
         self._check_room(len(next(part for part in wanted if self.rank in part)) if made == "gloo" else 0)
-        group = self._split_group(wanted, timeout) if can_split(made) else None
-        group = group or self._one_by_one(wanted, made, timeout)
+        group = self._split_group(wanted, timeout, exchanges) if can_split(made) and not alone else None
+        group = group or self._one_by_one(wanted, made, timeout, exchanges, connects=not alone)
         self.process_groups.append(group)
-        self._closed += [group] if closes else []
+        if alone:
+            self._of_one[made] = group
+        elif closes:
+            self._closed.append(group)
         return group
 
     def _check_room(self, ranks: int) -> None:
@@ -240,7 +249,9 @@ class World(Ranks):
         if full:
             raise no_room(int(full) - 1, not has_room)
 
-    def _split_group(self, parts: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup | None:
+    def _split_group(
+        self, parts: list[list[int]], timeout: timedelta | None, exchanges: bool
+    ) -> dist.ProcessGroup | None:
         """``new_group`` in one operation; None if torch would give two groups one name. Collective."""
         assert self.process_group is not None
         taken, number = name_of_split(next(part for part in parts if self.rank in part))
@@ -248,20 +259,33 @@ class World(Ranks):
         self.host_max(found, "names of process groups").wait()
         if found[0] or found[1] != -found[2]:
             return None
-        return split_group(self.process_group, parts, timeout or self.timeout, self.device)
+        return split_group(self.process_group, parts, timeout or self.timeout, self.device, exchanges)
 
-    def _one_by_one(self, parts: list[list[int]], backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
+    def _one_by_one(
+        self, parts: list[list[int]], backend: str, timeout: timedelta | None, exchanges: bool, connects: bool
+    ) -> dist.ProcessGroup:
         """``new_group`` with an operation for each part. Collective."""
         assert self.process_group is not None
         mine: list[dist.ProcessGroup] = []
-        ranks, patience = dist.get_process_group_ranks(self.process_group), self.link_timeout
+        ranks = dist.get_process_group_ranks(self.process_group)
         alone = len(ranks) < dist.get_world_size()  # the others do not call this
         for part in parts:
             members, inside = [ranks[rank] for rank in part], self.rank in part
             if alone and not inside:
                 continue
-            how = (timeout or self.timeout, backend, self.device, inside)
-            group = new_group(members, *how, link_timeout=patience, alone=alone)
+            # A rank may have ended, and with it the store, in which this one waits for others.
+            with self.watch.explaining():
+                group = new_group(
+                    members,
+                    timeout or self.timeout,
+                    backend,
+                    self.device,
+                    inside,
+                    link_timeout=self.link_timeout,
+                    alone=alone,
+                    exchanges=exchanges,
+                    connects=connects,
+                )
             mine += [group] if inside else []
         return mine[0]
 

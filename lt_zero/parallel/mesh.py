@@ -178,7 +178,8 @@ class _ExpertRanks:
 
     def __init__(self, world: World, sizes: ParallelSizes, holders: ShardGroup | None) -> None:
         rows = sizes.expert_rows().tolist()
-        group, self.members = world.new_group(None, rows, closes=True), next(row for row in rows if world.rank in row)
+        group = world.new_group(None, rows, closes=True, exchanges=True)
+        self.members = next(row for row in rows if world.rank in row)
         self.ranks = TokenRanks.joined(world, rows, group)
         self.mesh = DeviceMesh.from_group(group, world.device.type, self.members, mesh_dim_names=(AXIS,))
         self.same = ShardGroup(world, sizes.expert_parts().tolist(), divisor=sizes.of_stage, holders=holders)
@@ -212,7 +213,10 @@ class ParallelMesh:
         mesh = torch.arange(world.size).view(sizes.pipeline, sizes.data, sizes.sequence, sizes.tensor)
         rows = [mesh.movedim(axis, -1).reshape(-1, mesh.shape[axis]).tolist() for axis in range(mesh.dim())]
         # Of this world, whose hang detection closes them: a rank that is gone would be waited for in a layer.
-        groups = [world.new_group(None, parts, closes=True) for parts in rows]
+        groups = [
+            world.new_group(None, parts, closes=True, exchanges=axis in (PIPELINE, SEQUENCE))
+            for axis, parts in zip(AXES, rows, strict=True)
+        ]
         forget_meshes()
         self.device_mesh = DeviceMesh.from_group(groups, world.device.type, mesh, mesh_dim_names=AXES)
         self._stages = mesh.view(sizes.pipeline, -1).tolist()

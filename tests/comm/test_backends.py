@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator, compat
 from lt_zero.config import ZeroConfig
+from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from tests.support.pool import Pool
 from tests.support.simulated import one_of
 
@@ -288,3 +289,72 @@ def test_groups_whose_name_is_taken_are_made_one_by_one() -> None:
 def test_nccl_splits_where_it_is_bound_to_a_device(backend: str, bound: torch.device | None, can: bool) -> None:
     with mock.patch.object(dist, "group", mock.Mock(WORLD=mock.Mock(bound_device_id=bound))):
         assert process_groups.can_split(backend) == can
+
+
+@contextmanager
+def bound_like_nccl(ranks: int) -> Iterator[tuple[World, list[str]]]:
+    """Rank 0 of ``ranks`` whose default group is bound to a device, and what NCCL would have to do for all ranks."""
+    everywhere = list[str]()
+    source = mock.Mock(perform_nocolor_split=lambda device: everywhere.append("split for others"))
+    make, take = dist.new_group, distributed_c10d._get_split_source
+
+    def new(members: Any, timeout: Any = None, backend: str = "fake", **how: Any) -> Any:
+        if members is None or len(members) == ranks:
+            everywhere.append(backend)
+        return make(members, timeout, "fake", **how)
+
+    def split(parent: Any, parts: list[list[int]], timeout: Any) -> Any:
+        (mine,) = (part for part in parts if dist.get_rank(parent) in part)
+        with mock.patch.object(distributed_c10d, "_get_split_source", take):
+            return make(mine, timeout, "fake")
+
+    with one_of(ranks, CPU) as group:
+        dist.group.WORLD.bound_device_id = GPU
+        with (
+            mock.patch.object(dist, "new_group", new),
+            mock.patch.object(dist, "split_group", split),
+            mock.patch.object(
+                distributed_c10d, "_get_split_source", lambda default: source if default.bound_device_id else None
+            ),
+            mock.patch.object(process_groups, "backend_of", return_value="nccl"),
+            mock.patch.object(world_module, "backend_of", return_value="nccl"),
+            mock.patch("lt_zero.comm.ranks.backend_of", return_value="nccl"),
+        ):
+            yield World(group.world.process_group, CPU), everywhere
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data": 128, "tensor": 8},
+        {"data": 64, "tensor": 8, "pipeline": 2},
+        {"data": 16, "tensor": 8, "pipeline": 8},
+        {"data": 1024, "expert": 64},
+        {"data": 128, "sequence": 8},
+    ],
+    ids=str,
+)
+def test_groups_of_gloo_cost_other_ranks_nothing(sizes: dict[str, int]) -> None:
+    """torch would split a communicator off the default group, an operation of all ranks, for each group of others."""
+    with bound_like_nccl(1024) as (world, everywhere):
+        ParallelMesh(ParallelSizes(**sizes), world)
+        made = [dist.get_process_group_ranks(group) for group in world.process_groups]
+        assert dist.group.WORLD.bound_device_id == GPU
+    assert "split for others" not in everywhere
+    assert everywhere.count("gloo") <= 2
+    assert sum(len(ranks) == 1 for ranks in made) <= 1  # axes of one rank share a group
+
+
+def test_a_group_makes_all_its_connections_at_the_start() -> None:
+    """NCCL connects rings in the first collective that takes them: in a backward that may wait for another group."""
+    calls = list[str]()
+    names = ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"]
+    newer = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
+    with one_of(4, CPU), ExitStack() as stack:
+        for name in names:
+            called = newer[name] if hasattr(dist, newer.get(name, "")) else name
+            stack.enter_context(mock.patch.object(dist, called, lambda *_, name=name, **how: calls.append(name)))
+        process_groups.new_group([0, 1, 2], None, "fake", CPU)
+        process_groups.new_group([0, 1, 2], None, "fake", CPU, exchanges=True)
+        process_groups.new_group([0], None, "fake", CPU, connects=False)
+    assert calls == [*names[:3], *names]
