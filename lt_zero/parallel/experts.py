@@ -74,20 +74,39 @@ def dispatch(
     ranks = TokenRanks.of(group, tokens.device) if isinstance(group, ProcessGroup) else group
     size = 1 if ranks is None else ranks.size
     _check(tokens, expert_ids, experts, size)
-    flat, choices = expert_ids.reshape(-1), expert_ids.shape[1] if expert_ids.dim() == 2 else 1
-    order = flat.argsort(stable=True)
+    choices = expert_ids.shape[1] if expert_ids.dim() == 2 else 1
+    chosen, order = expert_ids.reshape(-1).sort(stable=True)
     rows = tokens.index_select(0, order // max(choices, 1))
-    counts = torch.bincount(flat, minlength=experts).view(size, -1)  # [ranks, experts of a rank]
+    # How many choices are of an expert before the k-th: of a negative one for k=0.
+    before = torch.searchsorted(chosen, torch.arange(experts + 1, device=chosen.device, dtype=chosen.dtype))
+    counts = before.diff().view(size, -1)  # [ranks, experts of a rank]
+    came = counts if ranks is None else ranks.swap(counts)
+    # The only copy to the host, which waits for the device.
+    parts = [counts.sum(1), came.sum(1), came.sum(0), before[:1], before[-1:]]
+    sends, receives, mine, low, high = _lists(parts)
+    if low[0] > 0 or high[0] < len(chosen):
+        raise ValueError(
+            f"expert_ids are from {int(chosen[0])} to {int(chosen[-1])}, and there are {experts} experts, the first of"
+            " them 0."
+        )
     if ranks is None:
-        return Dispatched(rows, counts[0].tolist(), None, [], [], order, order, expert_ids.shape)
-    came = ranks.swap(counts)
-    sends, receives = torch.stack([counts.sum(1), came.sum(1)]).tolist()  # one copy to the host
+        return Dispatched(rows, mine, None, [], [], order, order, expert_ids.shape)
     rows = ranks.exchange(rows, sends, receives)
     # Rows came in order of the ranks, and those of a rank in order of the experts.
-    expert = torch.arange(came.shape[1], device=came.device).repeat(size).repeat_interleave(came.view(-1))
+    each = torch.arange(came.shape[1], device=came.device).repeat(size)
+    expert = each.repeat_interleave(came.view(-1), output_size=sum(receives))
     arranged = expert.argsort(stable=True)
-    mine = rows.index_select(0, arranged)
-    return Dispatched(mine, came.sum(0).tolist(), ranks, sends, receives, arranged, order, expert_ids.shape)
+    arrived = rows.index_select(0, arranged)
+    return Dispatched(arrived, mine, ranks, sends, receives, arranged, order, expert_ids.shape)
+
+
+def _lists(parts: Sequence[Tensor]) -> list[list[int]]:
+    """The numbers of 1D tensors, in one copy to the host."""
+    numbers, found = torch.cat(list(parts)).tolist(), list[list[int]]()
+    for part in parts:
+        found.append(numbers[: len(part)])
+        numbers = numbers[len(part) :]
+    return found
 
 
 def combine(rows: Tensor, dispatched: Dispatched, scores: Tensor | None = None) -> Tensor:
@@ -132,9 +151,6 @@ def _check(tokens: Tensor, expert_ids: Tensor, experts: int, ranks: int) -> None
         )
     if experts % ranks:
         raise ValueError(f"{ranks} ranks do not divide {experts} experts.")
-    low, high = torch.stack(torch.aminmax(expert_ids)).tolist() if expert_ids.numel() else (0, 0)
-    if low < 0 or high >= experts:
-        raise ValueError(f"expert_ids are from {low} to {high}, and there are {experts} experts, the first of them 0.")
 
 
 class Experts(nn.Module):

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lt_zero.common import accelerator
 from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.switch import Switched, own_class, restore, switch
@@ -56,7 +57,7 @@ class StackedExperts(Switched, Experts):
             # Zero gradients of all parameters, and a backward of the exchange: see Note [Tokens of no expert].
             inner = [p for child in self.children() for p in child.parameters()]
             return rows + cast(Tensor, sum(p[:0].sum().to(rows.dtype) for p in (*stack.values(), *inner)))
-        counts = torch.tensor(sent.counts, device=rows.device)
+        counts = accelerator.send(torch.tensor(sent.counts), rows.device)
         expert = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
         own = _kind_of(self)
         # An object of its own, since backward may run this forward again, in another thread.
