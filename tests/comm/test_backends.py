@@ -288,3 +288,16 @@ def test_groups_whose_name_is_taken_are_made_one_by_one() -> None:
 def test_nccl_splits_where_it_is_bound_to_a_device(backend: str, bound: torch.device | None, can: bool) -> None:
     with mock.patch.object(dist, "group", mock.Mock(WORLD=mock.Mock(bound_device_id=bound))):
         assert process_groups.can_split(backend) == can
+
+
+def test_a_group_that_ranks_no_longer_make_together_names_the_rank_that_has_ended() -> None:
+    """Where that rank serves torch's store, or another has ended for it, the store only says that it is closed."""
+    with one_of(4, CPU) as group:
+        detector = mock.Mock(cause=lambda: "Rank 3 was killed.")
+        group.world.watch.detector = lambda: detector
+        closed = RuntimeError("The ranks cannot connect a gloo process group: Failed to recv, got 0 bytes.")
+        with (
+            mock.patch.object(world_module, "new_group", side_effect=closed),
+            pytest.raises(RuntimeError, match=r"^Rank 3 was killed\.$"),
+        ):
+            group.world.new_group(None, [[0, 1], [2, 3]])
