@@ -224,7 +224,7 @@ class World(Ranks):
         wanted, made = [list(part) for part in parts or [range(self.size)]], backend or self.backend
         # NCCL opens a few connections, whatever the number of ranks.
         self._check_room(len(next(part for part in wanted if self.rank in part)) if made == "gloo" else 0)
-        # Ranks wait for each other in torch's store. If one has ended, and the store with it, the error names that rank.
+        # Ranks wait for each other in the store. If one has ended, and the store with it, the error names that rank.
         with self.watch.explaining():
             group = self._split_group(wanted, timeout) if can_split(made) else None
             group = group or self._one_by_one(wanted, made, timeout)
