@@ -230,8 +230,10 @@ class World(Ranks):
             return self._of_one[made]
         # NCCL opens a few connections, whatever the number of ranks.
         self._check_room(len(next(part for part in wanted if self.rank in part)) if made == "gloo" else 0)
-        group = self._split_group(wanted, timeout, exchanges) if can_split(made) and not alone else None
-        group = group or self._one_by_one(wanted, made, timeout, exchanges, connects=not alone)
+        # Ranks wait for each other in the store. If one has ended, and the store with it, the error names that rank.
+        with self.watch.explaining():
+            group = self._split_group(wanted, timeout, exchanges) if can_split(made) and not alone else None
+            group = group or self._one_by_one(wanted, made, timeout, exchanges, connects=not alone)
         self.process_groups.append(group)
         if alone:
             self._of_one[made] = group
@@ -273,19 +275,17 @@ class World(Ranks):
             members, inside = [ranks[rank] for rank in part], self.rank in part
             if alone and not inside:
                 continue
-            # A rank may have ended, and with it the store, in which this one waits for others.
-            with self.watch.explaining():
-                group = new_group(
-                    members,
-                    timeout or self.timeout,
-                    backend,
-                    self.device,
-                    inside,
-                    link_timeout=self.link_timeout,
-                    alone=alone,
-                    exchanges=exchanges,
-                    connects=connects,
-                )
+            group = new_group(
+                members,
+                timeout or self.timeout,
+                backend,
+                self.device,
+                inside,
+                link_timeout=self.link_timeout,
+                alone=alone,
+                exchanges=exchanges,
+                connects=connects,
+            )
             mine += [group] if inside else []
         return mine[0]
 

@@ -358,3 +358,16 @@ def test_a_group_makes_all_its_connections_at_the_start() -> None:
         process_groups.new_group([0, 1, 2], None, "fake", CPU, exchanges=True)
         process_groups.new_group([0], None, "fake", CPU, connects=False)
     assert calls == [*names[:3], *names]
+
+
+def test_a_group_that_ranks_no_longer_make_together_names_the_rank_that_has_ended() -> None:
+    """Where that rank serves torch's store, or another has ended for it, the store only says that it is closed."""
+    with one_of(4, CPU) as group:
+        detector = mock.Mock(cause=lambda: "Rank 3 was killed.")
+        group.world.watch.detector = lambda: detector
+        closed = RuntimeError("The ranks cannot connect a gloo process group: Failed to recv, got 0 bytes.")
+        with (
+            mock.patch.object(world_module, "new_group", side_effect=closed),
+            pytest.raises(RuntimeError, match=r"^Rank 3 was killed\.$"),
+        ):
+            group.world.new_group(None, [[0, 1], [2, 3]])
