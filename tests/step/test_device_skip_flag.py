@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lt_zero
 from lt_zero import ops
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.optim import Lamb, Lion
 from lt_zero.step.loss_scale import LossScaleController
+from tests.support.host_waits import HostWaits
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.overflowing import Overflowing, make_trainer, plugin_of
@@ -117,19 +117,6 @@ def _resumed(path: str) -> Any:
     return full_values(trainer.strategy._engine), outcome, plugin.state_dict(), None  # type: ignore[attr-defined]
 
 
-class Waits(TorchDispatchMode):
-    """Counts operations for which a host waits for the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self.seen.append(str(args[0].shape))
-        return func(*args, **(kwargs or {}))
-
-
 def _waits(on_device: bool) -> tuple[int, dict[str, Tensor]]:
     torch.manual_seed(0)
     model = Net()
@@ -137,7 +124,7 @@ def _waits(on_device: bool) -> tuple[int, dict[str, Tensor]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sharded = lt_zero.ShardedOptimizer(engine, optimizer)
     gate = LossScaleController(DtypePolicy(compute=torch.bfloat16, check_overflow=True))
-    gate.on_device, waits = on_device, Waits()
+    gate.on_device, waits = on_device, HostWaits()
     for step in range(4):
         gate.before_backward([sharded])
         optimizer.zero_grad()
