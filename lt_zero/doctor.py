@@ -41,6 +41,7 @@ _INSTRUCTIONS = {  # flags in /proc/cpuinfo that the kernels need
     "amx": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "amx_tile", "amx_bf16"},
     "neon": {"asimd"},
 }
+_DESCRIPTORS = 4096  # fewer do for small runs only
 _NUMBER = 4711
 _PEER = f"""
 import os, sys
@@ -266,6 +267,16 @@ def _pinned_memory(path: Path) -> Iterator[Row]:
     yield _row("pinned memory", found, limit != "unlimited" and not lifted, remedy)
 
 
+def _descriptors(path: Path) -> Iterator[Row]:
+    from lt_zero.common.descriptors import limits
+
+    soft, raised = limits()
+    found = f"ulimit -n: {soft}" + (f", which a run raises to {raised}" if raised != soft else "")
+    remedy = "A run of n ranks takes about n of them for each process group. Run ulimit -n 65536 as root, or raise"
+    remedy += " LimitNOFILE of the service that starts the job."
+    yield _row("file descriptors", found, raised != resource.RLIM_INFINITY and raised < _DESCRIPTORS, remedy)
+
+
 def _gpus(path: Path) -> Iterator[Row]:
     import torch
 
@@ -312,4 +323,16 @@ def _backends(path: Path) -> Iterator[Row]:
 
 
 _REQUIRED = (_versions, _backends)  # their rows decide whether training on the CPU works
-PROBES = (*_REQUIRED, _compilers, _kernels, _memory, _disks, _direct, _shared_memory, _pinned_memory, _gpus, _allocator)
+PROBES = (
+    *_REQUIRED,
+    _compilers,
+    _kernels,
+    _memory,
+    _disks,
+    _direct,
+    _shared_memory,
+    _pinned_memory,
+    _descriptors,
+    _gpus,
+    _allocator,
+)

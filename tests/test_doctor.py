@@ -35,7 +35,8 @@ NO_DEVICE = Status("cuda", False, None, "torch sees no CUDA device")
 NAMES = [
     *("lt_zero", "python", "torch", "lightning", "torchmetrics", "omegaconf", "other packages", "NCCL", "gloo"),
     *("C++ compiler", "nvcc", "instruction sets", "cpu kernels", "cuda kernels", "memory", "cgroup limit"),
-    *("disk", "tmp folder", "O_DIRECT", "shared memory", "pinned memory", "GPUs"),
+    *("disk", "tmp folder", "O_DIRECT", "shared memory", "pinned memory"),
+    *("file descriptors", "GPUs"),
 ]
 NEEDS = [
     "torch<3,>=2.11",
@@ -363,6 +364,20 @@ def test_pinned_memory(limit: int, capability: int, verdict: str, found: str, mo
     monkeypatch.setattr(Path, "read_text", lambda path: f"Name:\tpython\nCapEff:\t{1 << 14:016x}\n")
     monkeypatch.setattr(doctor, "_IPC_LOCK", capability)
     row = rows(doctor._pinned_memory)["pinned memory"]
+    assert (row.verdict, row.found) == (verdict, found)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "verdict", "found"),
+    [
+        (1024, 524288, "ok", "ulimit -n: 1024, which a run raises to 65536"),
+        (1024, 1024, "limited", "ulimit -n: 1024"),
+        (524288, resource.RLIM_INFINITY, "ok", "ulimit -n: 524288"),
+    ],
+)
+def test_descriptors(soft: int, hard: int, verdict: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
+    row = rows(doctor._descriptors)["file descriptors"]
     assert (row.verdict, row.found) == (verdict, found)
 
 

@@ -44,6 +44,7 @@ from lt_zero.comm.topology import group_by_node, node_identity
 from lt_zero.comm.work import MEETING, CollectiveId, CollectiveMonitor
 from lt_zero.common import accelerator
 from lt_zero.common.compat import destroy_group, name_of_split
+from lt_zero.common.descriptors import raise_limit
 from lt_zero.common.output import say
 from lt_zero.config import ZeroConfig
 
@@ -161,6 +162,7 @@ class World(Ranks):
             return world
         check = debugs() or (config is not None and config.zero_optimization.enable_sanity_checks)
         patience = config.communication.link_timeout if config is not None else LINK_TIMEOUT_S
+        raise_limit()
         await_all(timeout)
         backend = backend_of(device)
         group = new_group(None, timeout, backend, device, probed=True, link_timeout=patience)

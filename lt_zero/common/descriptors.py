@@ -11,6 +11,7 @@ import functools
 import os
 import resource
 from collections.abc import Callable
+from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 from lt_zero.common.errors import add_note
@@ -19,12 +20,33 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _WORDS = os.strerror(errno.EMFILE)
 _OF_SYSTEM = os.strerror(errno.ENFILE)  # begins with the same words
+_ENOUGH = 65_536
 _runs: list[int] = [0]
 
 
 def count_run() -> None:
     """Count a run (fit, validate, test or predict) that this process begins."""
     _runs[0] += 1
+
+
+def limits() -> tuple[int, int]:
+    """The soft limit of this process's descriptors, and the one to which ``raise_limit`` raises it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
+    return soft, soft if soft == resource.RLIM_INFINITY else max(soft, most)
+
+
+@functools.cache
+def raise_limit() -> None:
+    """Raise the soft limit of this process's descriptors to the hard one, at most to 65,536.
+
+    Each group over n ranks takes n descriptors, and the usual soft limit of 1,024 is one for programs that call
+    ``select``. No-op the second time: a limit that the script sets after that stays.
+    """
+    soft, raised = limits()
+    if raised != soft:
+        with suppress(ValueError, OSError):  # a sandbox may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def fullness() -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lt_zero.comm.world import World
-from lt_zero.common.descriptors import count_run, explain_full_table, is_full_table
+from lt_zero.common.descriptors import count_run, explain_full_table, is_full_table, raise_limit
 from lt_zero.common.errors import CheckpointError
 from lt_zero.io.direct_file import trouble, unreadable
 from tests.support.lightning_tools import GPT, sharded_trainer
@@ -50,6 +52,23 @@ def test_files_have_the_same_remedy() -> None:
         assert "(ulimit -n; the hard limit is " in str(error)
 
 
+RAISES = """
+import resource
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 300))
+from lt_zero.common.descriptors import raise_limit
+for limit in (64, 100):
+    raise_limit()
+    print(resource.getrlimit(resource.RLIMIT_NOFILE))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, 300))
+"""
+
+
+def test_the_limit_is_raised_once() -> None:
+    printed = subprocess.run([sys.executable, "-c", RAISES], capture_output=True, text=True, check=True).stdout
+    assert printed == "(300, 300)\n(100, 300)\n"
+
+
 @contextmanager
 def _full_table(spare: int, rank: int) -> Iterator[None]:
     """Context in which ``rank`` gets no more than ``spare`` descriptors."""
@@ -74,6 +93,7 @@ def _full_table(spare: int, rank: int) -> Iterator[None]:
 
 def _runs() -> list[str]:
     """The errors of a fit, whose first group finds the table full, and of a later group; a fit trains after them."""
+    raise_limit()  # now, as a run would do it within the table that is filled here
     told, module = list[str](), GPT(dist.get_world_size())
     for rank in (0, 1):
         with _full_table(1, rank), pytest.raises((RuntimeError, OSError)) as caught:
