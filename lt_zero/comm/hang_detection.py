@@ -95,7 +95,7 @@ from lt_zero.comm.process_groups import (
     closing_if_unanswered,
     exists,
 )
-from lt_zero.comm.questions import Questions
+from lt_zero.comm.questions import Questions, pause, read_all
 from lt_zero.comm.verdict import (
     GONE,
     OVER,
@@ -171,7 +171,10 @@ class HangDetector:
         self._patience, self._pid = PATIENCE, os.getpid()
         self._examined: CollectiveId | None = None
         self._first_question = 0  # number of the first question about it
-        self._asked = 0.0  # when the last one was asked
+        self._looked = 0.0  # when this rank last looked whether a wait can end
+        self._asked = 0.0  # when the last question was asked
+        self._first = True  # whether this rank was the first to examine that wait
+        self._rounds = 0  # questions that it has asked about it
         self._recent: list[tuple[int, float]] = []  # numbers of the last questions, and when they were asked
         self._last_answers: dict[int, tuple[int, float]] = {}  # rank -> (question that it answered last, when)
         self._heeded = 0.0  # when errors of others were read
@@ -249,40 +252,60 @@ class HangDetector:
     def ask_for(self, launch: CollectiveId, waited: float) -> None:
         """Ask what the ranks do that have not come to ``launch``. Raises as ``examine``."""
         now = time.monotonic()
-        if waited < self._patience.ask or now - self._asked < self._patience.poll:
+        if waited < self._patience.ask or now - self._looked < self._patience.poll:
             return
+        self._looked = now
         self.start()
         with contextlib.suppress(dist.DistError):  # the process that serves the store has ended: gloo will notice
             if self._examined != launch:
                 self._examined, self._first_question = launch, 0
+                self._first = self._store.add(f"examined/{launch.channel}/{launch.number}", 1) == 1
+                self._rounds, self._asked = 0, now
                 self._recent.clear()
                 self._last_answers.clear()
                 self._reporter.questions.post(launch)
+            # Ranks that were behind this one have found that they diverge, and wait for its history.
+            elif self._store.check([f"diverged/{launch.channel}"]):
+                self.raise_divergence(launch)
+            elif now - self._asked < self._pause:
+                return
             else:
-                members = self._watch.channels[launch.channel].ranks
-                self._recent = [asked for asked in self._recent if now - asked[1] < self._patience.stuck]
-                states = {r: self._state_of(r, launch, now) for r in members if r != self._rank}
-                lasts = waited >= self._patience.stuck
-                states[self._rank] = RankState.waiting(launch, user_line(sys._getframe()), lasts)
-                close_circles(states, launch)
-                lost = next((rank for rank, state in states.items() if state.never), None)
-                if lost is None and launch.operation == CALL and waited > self._patience.limit:
-                    lost = next((rank for rank, state in states.items() if not state.came), None)
-                if lost is not None:
-                    readers = sum(not state.text.startswith(GONE) for state in states.values())
-                    self._fail(sentence(states, self._rank, lost, self.remedy), readers)
-                # Ranks that were behind this one have found that they diverge, and wait for its history.
-                if self._store.check([f"diverged/{launch.channel}"]):
-                    self.raise_divergence(launch)
+                self._conclude(launch, waited, now)
             self._asked = now
+            self._rounds += 1
             asks = self._store.add("asks", 1)
             self._recent.append((asks, now))
             self._first_question = self._first_question or asks
 
-    def _state_of(self, rank: int, launch: CollectiveId, now: float) -> RankState:
-        """State of another rank: its activity, and whether it will never launch ``launch``."""
-        key = f"doing/{rank}"
-        answer: dict[str, Any] = json.loads(self._store.get(key)) if self._store.check([key]) else {"asks": 0}
+    def _conclude(self, launch: CollectiveId, waited: float, now: float) -> None:
+        """Raise if the answers of the other ranks tell that ``launch`` can never complete."""
+        self._recent = [asked for asked in self._recent if now - asked[1] < self._patience.stuck]
+        others = [rank for rank in self._watch.channels[launch.channel].ranks if rank != self._rank]
+        answers = read_all(self._store, [f"doing/{rank}" for rank in others])
+        states = {
+            rank: self._state_of(rank, json.loads(answer) if answer is not None else {"asks": 0}, launch, now)
+            for rank, answer in zip(others, answers, strict=True)
+        }
+        lasts = waited >= self._patience.stuck
+        states[self._rank] = RankState.waiting(launch, user_line(sys._getframe()), lasts)
+        close_circles(states, launch)
+        lost = next((rank for rank, state in states.items() if state.never), None)
+        if lost is None and launch.operation == CALL and waited > self._patience.limit:
+            lost = next((rank for rank, state in states.items() if not state.came), None)
+        if lost is not None:
+            readers = sum(not state.text.startswith(GONE) for state in states.values())
+            self._fail(sentence(states, self._rank, lost, self.remedy), readers)
+
+    @property
+    def _pause(self) -> float:
+        """Seconds until the next question about the wait that is examined.
+
+        A conclusion needs the answers to a question that was asked a moment ago, so questions come in pairs.
+        """
+        return pause(self._world, self._patience.poll, self._first or self._rounds % 2 == 1)
+
+    def _state_of(self, rank: int, answer: dict[str, Any], launch: CollectiveId, now: float) -> RankState:
+        """State of another rank: its activity, of which it has told, and whether it will never launch ``launch``."""
         last, since = self._last_answers.get(rank, (0, now))
         since = now if answer["asks"] != last else since
         self._last_answers[rank] = answer["asks"], since
@@ -787,10 +810,11 @@ class _Reporter:
     def _judge(self, question: int) -> None:
         """Post a verdict if the answers to ``question`` prove that ranks wait for each other in a circle."""
         states = dict[int, Blocked]()
-        for rank in range(self._world):
-            if not self._store.check([f"doing/{rank}"]):
+        told_by = read_all(self._store, [f"doing/{rank}" for rank in range(self._world)])
+        for rank, text in enumerate(told_by):
+            if text is None:
                 continue
-            answer = json.loads(self._store.get(f"doing/{rank}"))
+            answer = json.loads(text)
             told = answer["launch"] or answer["foreign"]
             if told is None or answer["asks"] < question or answer["seconds"] < self._stuck_after:
                 continue

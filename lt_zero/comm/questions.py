@@ -1,14 +1,44 @@
-"""The collectives about which ranks ask each other, in the store."""
+"""The collectives about which ranks ask each other, in the store.
+
+Note [How often ranks ask]
+    A rank that asks reads an answer of each rank. If all n ranks of a run wait for one that is late and all ask, the
+    store sends n^2 answers in each round: 400 MB at 1,024 ranks, from one process, for as long as that rank is late. So
+    the first of them asks in each round, and the others so rarely that the store sends no more than ``_RATE``. They
+    still ask, as each knows of collectives that the first takes no part in, and as the first may end.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lt_zero.comm.work import CollectiveId
 
 _KNOWN = 64  # different questions that an answer deals with, the last ones
+_ANSWER = 400  # bytes of an answer, about
+_RATE = 50e6  # bytes per second of answers that the store may be asked for
+
+
+def pause(ranks: int, poll: float, first: bool) -> float:
+    """Seconds between two examinations of one wait by a rank. See Note [How often ranks ask].
+
+    Args:
+        ranks: of the run; all may wait.
+        poll: seconds between two polls of the store.
+        first: this rank was the first to examine the wait.
+    """
+    return poll if first else max(poll, ranks * ranks * _ANSWER / _RATE)
+
+
+def read_all(store: Store, keys: Sequence[str]) -> list[bytes | None]:
+    """The values of ``keys``, in two requests if all are set; None for those that are not."""
+    several: Any = store  # torch's stubs lack it
+    if keys and several.has_extended_api() and store.check(list(keys)):
+        return list(store.multi_get(list(keys)))
+    return [store.get(key) if store.check([key]) else None for key in keys]
 
 
 class Questions:
