@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lt_zero.common.compat import is_compiled
+from lt_zero.common.compat import is_compiled, undo_compile
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.fields import thawed
 from lt_zero.config.blocks import Compile
@@ -24,7 +24,7 @@ class CompiledBlocks:
     def remove(self) -> None:
         """Let the blocks run as they were."""
         for block in self.blocks:
-            block._compiled_call_impl = None
+            undo_compile(block)
 
 
 def compile_blocks(root: nn.Module, config: Compile, may_have_none: bool = False) -> CompiledBlocks:

@@ -317,7 +317,7 @@ def sync_buffers(engine: Engine) -> None:
 
 
 def _named(parameters: list[Tensor]) -> tuple[str, str]:
-    """How a message names those of ``parameters`` that are not in memory, and what it passes to ``gathered``."""
+    """Texts of a message: those of ``parameters`` that are not in memory, and what ``gathered`` has to get."""
     found: dict[Engine, list[str]] = {}
     for parameter in parameters:
         engine: Any = owner_of(parameter)

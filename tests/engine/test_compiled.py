@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 import lt_zero
 from lt_zero.common.compat import is_compiled
 from lt_zero.common.errors import ConfigError
+from lt_zero.engine.compiled_blocks import compile_blocks
 from lt_zero.engine.gather import Gatherer
 from lt_zero.engine.outside_steps import AutocastOutsideOfSteps, within_step
 from tests.support.models import Block, Net, next_token_loss, tokens
@@ -223,6 +224,20 @@ def test_what_cannot_be_compiled() -> None:
     with pytest.raises(ConfigError, match="no_such_backend"):
         lt_zero.shard(Net(depth=DEPTH), config_of(1, compile={"backend": "no_such_backend"}))
     assert not any(is_compiled(module) for module in net.modules())
+
+
+def test_blocks_run_as_they_were_once_they_are_compiled_no_more() -> None:
+    """An engine that cannot be built leaves the model as it got it."""
+    torch._dynamo.reset()
+    counters.clear()
+    net = Net(depth=DEPTH)
+    wanted = net(tokens(0, 0, 0))
+    compiled = compile_blocks(net, config_of(1, compile=BACKEND).compile)
+    assert all(is_compiled(block) for block in net.blocks)
+    compiled.remove()
+    assert not any(is_compiled(module) for module in net.modules())
+    assert torch.equal(net(tokens(0, 0, 0)), wanted)
+    assert not counters["frames"]
 
 
 def _of_functions() -> None:
