@@ -187,7 +187,7 @@ def _shard(
                 warn_of_wide_moments(plan, policy.moments)
         check_build(plan, config, policy, group, training)
         if not config.compile.disable:
-            undo.callback(compile_blocks(module, config.compile, may_have_none=config.pipeline.ranks > 1).remove)
+            undo.callback(compile_blocks(module, config.compile, group).remove)
         installed = undo.pop_all()
     if config.sparse_attention is not None:
         install_sparse_attention(module, config, group.world.rank)

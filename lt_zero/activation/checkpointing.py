@@ -18,7 +18,7 @@ import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -45,7 +45,14 @@ from lt_zero.common.tables import show
 from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.config.blocks import ActivationCheckpointing, Aio
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.find_units import class_matches, clean_name, find_repeated
+from lt_zero.engine.find_units import (
+    class_matches,
+    class_name,
+    clean_name,
+    count_in_lists,
+    find_repeated,
+    repeated_classes,
+)
 from lt_zero.engine.partition import refuse_name
 from lt_zero.io.pinned import host_buffer
 from lt_zero.io.thread_pool import SwapError
@@ -75,13 +82,9 @@ class Found:
         return self.modules[:: self.every]
 
     def __str__(self) -> str:
-        total = Counter(_class_name(module) for _, module in self.modules)
-        some = Counter(_class_name(module) for _, module in self.chosen)
+        total = Counter(class_name(module) for _, module in self.modules)
+        some = Counter(class_name(module) for _, module in self.chosen)
         return " and ".join(f"{some[name]} of {count} {name}" for name, count in total.items()) + " modules"
-
-
-def _class_name(module: nn.Module) -> str:
-    return type(compiled_module(module)).__name__
 
 
 def find_modules(root: nn.Module, block: ActivationCheckpointing) -> Found:
@@ -101,7 +104,7 @@ def find_modules(root: nn.Module, block: ActivationCheckpointing) -> Found:
     }
     for wanted in block.modules:
         if not any(class_matches(compiled_module(m), (wanted,)) for m in modules.values()):
-            known = sorted({_class_name(m) for m in modules.values()})
+            known = sorted({class_name(m) for m in modules.values()})
             refuse_name(key, wanted, "no module inside the model is of this class", known)
     found = find_repeated(root) if not block.modules else []
     inside: set[nn.Module] = set()
@@ -112,7 +115,7 @@ def find_modules(root: nn.Module, block: ActivationCheckpointing) -> Found:
             inside.update(module.modules())
             found.append((name, module))
     if not found:
-        common = (_in_lists(root) or Counter(map(_class_name, modules.values()))).most_common(1)
+        common = (count_in_lists(root) or Counter(map(class_name, modules.values()))).most_common(1)
         raise ConfigError.about(
             key,
             f"{_BLOCK}.mode={block.mode!r}, and {type(root).__name__} has no repeated blocks to checkpoint. Name "
@@ -148,25 +151,15 @@ def of_all_ranks(root: nn.Module, block: ActivationCheckpointing, peers: ShardGr
     if block.mode == "none" or peers.size == peers.world.size:
         return block
     classes = [compiled_module(module) for module in root.modules() if module is not root]
-    here, counts = {name for name in block.modules if any(class_matches(m, (name,)) for m in classes)}, _in_lists(root)
-    if not block.modules:
-        with suppress(ConfigError):
-            here = {_class_name(module) for _, module in find_modules(root, block).modules}
-    told = peers.world.host_gather((sorted(here), counts), "modules to checkpoint")
-    found = set[str]().union(*(names for names, _ in told))
-    if not found and not block.modules:  # each rank may have one block
-        total = sum((each for _, each in told), Counter[str]())
-        found = {name for name, count in total.items() if count > 1}
+    if block.modules:
+        here = [name for name in block.modules if any(class_matches(m, (name,)) for m in classes)]
+        found = set[str]().union(*peers.world.host_gather(here, "modules to checkpoint"))
+    else:
+        found = repeated_classes(root, peers.world)
     if not found or set(block.modules) - found:
         find_modules(root, block)  # raises: no rank has them
     mine = tuple(name for name in sorted(found) if any(class_matches(module, (name,)) for module in classes))
     return block.model_copy(update={"modules": mine} if mine else {"mode": "none"})
-
-
-def _in_lists(root: nn.Module) -> Counter[str]:
-    """Count the modules with children in the lists of ``root``, by class."""
-    lists = [m for m in root.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict, nn.Sequential))]
-    return Counter(_class_name(c) for m in lists for c in m.children() if any(True for _ in c.children()))
 
 
 def check_modules(root: nn.Module, block: ActivationCheckpointing, peers: ShardGroup) -> None:

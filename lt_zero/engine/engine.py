@@ -47,7 +47,8 @@ Note [Compiled code]
     whose weights are whole on every rank (stages 0 to 2, small parameters at stage 3) these only order the work: steps
     that are still going on are waited for unit by unit, and gradients are reduced while backward runs. Graphs leave
     them out, see module_hooks.py, Note [Hooks and torch.compile]. Then the beginning of a forward waits for all steps,
-    and the end of backward reduces: the backward of one graph returns all gradients at its end anyway. Hooks of sharded
+    and the end of backward reduces: the backward of one graph returns all gradients at its end anyway. Code that takes
+    steps inside of a forward's scope (manual optimization) goes on so after each step. Hooks of sharded
     units break the graph, once per call: torch calls the module outside of it, and compiles its forward.
 """
 
@@ -664,6 +665,14 @@ class Engine(ProcessLocal):
         for listener in self.after_backward:
             listener()
         self._span.close()
+        if not self._awaits_steps:
+            # Otherwise steps may have begun beside backward, which ``publish`` completes.
+            self._prepare_again()
+
+    def _prepare_again(self) -> None:
+        """Let graphs leave out hooks as before, if code that takes steps by itself goes on with a forward."""
+        if self._depth > 0:
+            self._preparation.make()
 
     # ---- between backward and step -----------------------------------------------------------------------------
 
@@ -749,6 +758,7 @@ class Engine(ProcessLocal):
                 self.exchange.end_step()
                 for listener in self.after_step:
                     listener()
+            self._prepare_again()
 
     def before_write(self) -> None:
         """Wait, before a write to parameters or to what gathers read, until no rank reads them."""

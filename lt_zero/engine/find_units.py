@@ -34,7 +34,9 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn import Parameter
 
+from lt_zero.comm.world import World
 from lt_zero.common.compat import clean_name as clean_name
+from lt_zero.common.compat import compiled_module
 from lt_zero.common.module_hooks import is_compiled_by_jit
 from lt_zero.engine.guard import is_guarded
 
@@ -138,6 +140,29 @@ def find_repeated(root: nn.Module) -> list[tuple[str, nn.Module]]:
     rules = UnitRules(min_numel=sys.maxsize, max_numel=sys.maxsize, alike=True, joins_experts=False, asks_modules=False)
     found = {module: clean_name(f"{name}.")[:-1] for name, module in _search(root, "", rules)}
     return [(name, module) for module, name in found.items()]
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of the module's class; of a compiled module that of the one inside."""
+    return type(compiled_module(module)).__name__
+
+
+def count_in_lists(root: nn.Module) -> Counter[str]:
+    """Count the modules with children in the lists of ``root``, by class."""
+    lists = [m for m in root.modules() if isinstance(m, _LISTS)]
+    return Counter(class_name(c) for m in lists for c in m.children() if any(True for _ in c.children()))
+
+
+def repeated_classes(root: nn.Module, world: World) -> set[str]:
+    """Names of the classes of repeated blocks of a model of which ranks have different parts. Collective.
+
+    What is a repeated block on one rank is one on all. If no rank has two alike, each may have one.
+    """
+    here = sorted({class_name(module) for _, module in find_repeated(root)})
+    told = world.host_gather((here, count_in_lists(root)), "repeated blocks")
+    found = set[str]().union(*(names for names, _ in told))
+    total = sum((counts for _, counts in told), Counter[str]())
+    return found or {name for name, count in total.items() if count > 1}
 
 
 def _search(

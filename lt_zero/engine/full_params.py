@@ -316,14 +316,39 @@ def sync_buffers(engine: Engine) -> None:
 # ---- functions that are called on guarded parameters outside of their unit's forward: guard.py -----------------------
 
 
+def _named(parameters: list[Tensor]) -> tuple[str, str]:
+    """Texts of a message: those of ``parameters`` that are not in memory, and what ``gathered`` has to get."""
+    found: dict[Engine, list[str]] = {}
+    for parameter in parameters:
+        engine: Any = owner_of(parameter)
+        bucket, index = engine.owner[id(parameter)]
+        if bucket.state is not State.RESIDENT:
+            found.setdefault(engine, []).append(bucket.layout.spans[index].name)
+    first, *others = [(names[0], type(engine.root).__name__) for engine, names in found.items()]
+    if not others:
+        return f"parameter {first[0]!r}", "parameter"
+    told = [f"{first[0]!r} of {first[1]}", *(f"{name!r} of another {kind}" for name, kind in others)]
+    return f"parameters {' and '.join(told)}", "[parameter, ...]"
+
+
 def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function that needs the values of guarded ``parameters``.
+    """Call a function that needs the values of guarded ``parameters``, of which ``engine`` owns the first.
+
+    Where values can be had, they are made readable, and the function is called again: the parameters that are still
+    guarded then are those of others.
 
     Raises:
         RuntimeError: outside of forward and backward the values of a released parameter cannot be read.
     """
-    buckets = list(dict.fromkeys(engine.owner[id(p)][0] for p in parameters))
-    if engine.finish_steps() and not any(bucket.sharding.params for bucket in buckets):
+    used: dict[Bucket, Engine] = {}
+    for parameter in parameters:
+        owner: Any = owner_of(parameter)
+        if not isinstance(owner, Engine):
+            # A model that is being built gathers its own parameters, and calls the function again.
+            return owner.on_guarded_use(parameters, func, args, kwargs)
+        used[owner.owner[id(parameter)][0]] = owner
+    # A list, so that each engine is asked.
+    if any([each.finish_steps() for each in dict.fromkeys(used.values())]):
         return func(*args, **kwargs)
     bucket, index = engine.owner[id(parameters[0])]
     if in_transform():
@@ -340,32 +365,35 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
             value = engine.parts.cut(bucket.params[index], value if value.shape == shape else value.expand(shape))
             bucket.write(index, value, rounded)
         return args[0]
-    resident = all(used.state is State.RESIDENT for used in buckets)
+    resident = all(bucket.state is State.RESIDENT for bucket in used)
     if not resident and func is Tensor.__repr__:
         return describe(args[0])
     if not resident and func is Tensor.__format__ and args[0].dim() > 0:
         return repr(args[0])
-    if engine.running:
-        for used in buckets:
-            engine.gatherer.pin(used, again=torch.is_grad_enabled())
-            used.edits.handed_out |= func in HANDS_OUT
+    if any(each.running for each in used.values()):
+        for pinned, each in used.items():
+            if each.running:
+                each.gatherer.pin(pinned, again=torch.is_grad_enabled())
+                pinned.edits.handed_out |= func in HANDS_OUT
         return func(*args, **kwargs)
     if resident:
         with without_torch_function():
             return func(*args, **kwargs)
-    name, world = bucket.layout.spans[index].name, engine.world.size
+    # Texts: what is made below may outlive the parameters.
+    names, target = _named(parameters)
+    world = engine.world.size
 
     def refuse(function: str) -> RuntimeError:
         return RuntimeError(
-            f"The values of parameter {name!r} are sharded over {world} ranks and not in memory here "
-            f"(`{function}` needs them). Wrap the code in `with lt_zero.gathered(parameter):` on "
+            f"The values of {names} are sharded over {world} ranks and not in memory here "
+            f"(`{function}` needs them). Wrap the code in `with lt_zero.gathered({target}):` on "
             "every rank (`write=True` to change values); to save weights use `trainer.save_checkpoint`, "
             "`trainer.strategy.export(path)` or `trainer.strategy.full_state_dict()`."
         )
 
     def refuse_saved(function: str) -> RuntimeError:
         return RuntimeError(
-            f"The values of parameter {name!r} are sharded over {world} ranks, and `state_dict()` has names, "
+            f"The values of {names} are sharded over {world} ranks, and `state_dict()` has names, "
             f"shapes and dtypes only (`{function}` needs values). Take the values from "
             "`trainer.strategy.full_state_dict()` (called on every rank, full on rank 0), or call `state_dict()` "
             "inside of `with lt_zero.gathered(module):` on every rank; to save weights use `trainer.save_checkpoint` "

@@ -22,7 +22,10 @@ from lt_zero.common.compat import announce_data_reads, is_fake, is_wrapper, plai
 
 
 class Owner(Protocol):
-    """Handles functions that are called on guarded parameters (an engine)."""
+    """Handles functions that are called on guarded parameters (an engine).
+
+    It owns the first of ``parameters``; the others may have other owners, if code uses several models together.
+    """
 
     def on_guarded_use(self, parameters: list[Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
 
@@ -131,8 +134,9 @@ def _guarded_function(
             parameter.__class__ = type(parameter).__mro__[1]
     if not parameters:
         return func(*args, **kwargs)
-    owner = owner_of(parameters[0])
-    if owner is None:
+    owners = [owner_of(parameter) for parameter in parameters]
+    owner = owners[0]
+    if owner is None or None in owners:
         raise RuntimeError(
             "A parameter of a model whose ZeRO engine is gone was read. Export or consolidate the weights before the "
             "strategy is dropped (`trainer.strategy.export(path)`), or load them from a checkpoint."

@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from lt_zero.common.compat import GlobalPreHook, in_running_backward
+from lt_zero.common.compat import GlobalPreHook, in_running_backward, is_call_of
 from lt_zero.common.module_hooks import Hook, ProcessLocal
 from lt_zero.common.tensor_tree import map_tensors
 
@@ -164,7 +164,7 @@ def _end_interrupted() -> None:
         return
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is call.module:
+        if is_call_of(frame, call.module):
             return  # it runs, and what it calls begins a step of its own
         frame = frame.f_back
     _end(call)

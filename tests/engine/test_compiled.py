@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,8 +17,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import lt_zero
+from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.world import World
 from lt_zero.common.compat import is_compiled
 from lt_zero.common.errors import ConfigError
+from lt_zero.engine.compiled_blocks import compile_blocks
 from lt_zero.engine.gather import Gatherer
 from lt_zero.engine.outside_steps import AutocastOutsideOfSteps, within_step
 from tests.support.models import Block, Net, next_token_loss, tokens
@@ -168,6 +172,7 @@ def _rows() -> dict[str, tuple[int, int]]:
             row = f"{name}, {'DDP' if stage is None else f'stage {stage}'}"
             found[row] = _train(net, build, fullgraph, stage)
     found["engine.compile(), stage 2"] = _of_engine()
+    found["steps inside of a forward, stage 2"] = _by_hand()
     found["beside steps of another run"] = _beside_steps()
     _of_functions()
     return found
@@ -188,6 +193,40 @@ def _beside_steps() -> tuple[int, int]:
         with within_step():
             net(rows)
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def _by_hand() -> tuple[int, int]:
+    """Two optimizers whose steps code takes inside of one forward, as for a GAN: graphs are whole after a step, too."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    nets = nn.ModuleList([Block(), nn.Sequential(nn.Linear(10, 12), nn.Tanh(), nn.Linear(12, 1))])
+    plain = copy.deepcopy(nets)
+    engine = lt_zero.shard(nets, config_of(2))
+    optimizers, wanted = (
+        [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in both] for both in (nets, plain)
+    )
+    for optimizer in optimizers:
+        lt_zero.ShardedOptimizer(engine, optimizer)
+    critic = torch.compile(nets[1], fullgraph=True, **BACKEND)
+    rows = torch.rand(2, 3, 10, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        with engine.forward_scope():
+            _by_turns(nets[0], critic, optimizers, rows[dist.get_rank()], engine.backward_pass)
+        _by_turns(plain[0], plain[1], wanted, rows, nullcontext)
+    for name, value in full_values(engine).items():
+        torch.testing.assert_close(value, dict(plain.named_parameters())[name].detach(), msg=name)
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def _by_turns(maker: nn.Module, critic: Run, optimizers: list[Any], rows: Tensor, around: Callable[[], Any]) -> None:
+    made = maker(rows)
+    for number, optimizer in enumerate(optimizers):
+        loss = critic(made).square().mean() if number == 0 else -critic(made.detach()).sin().mean()
+        optimizer.zero_grad()
+        with around():
+            loss.backward()
+        optimizer.step()
 
 
 def _of_engine() -> tuple[int, int]:
@@ -223,6 +262,22 @@ def test_what_cannot_be_compiled() -> None:
     with pytest.raises(ConfigError, match="no_such_backend"):
         lt_zero.shard(Net(depth=DEPTH), config_of(1, compile={"backend": "no_such_backend"}))
     assert not any(is_compiled(module) for module in net.modules())
+
+
+def test_blocks_run_as_they_were_once_they_are_compiled_no_more() -> None:
+    """An engine that cannot be built leaves the model as it got it."""
+    torch._dynamo.reset()
+    counters.clear()
+    net = Net(depth=DEPTH)
+    wanted = net(tokens(0, 0, 0))
+    compiled = compile_blocks(
+        net, config_of(1, compile=BACKEND).compile, ShardGroup.of_all(World.join(torch.device("cpu")))
+    )
+    assert all(is_compiled(block) for block in net.blocks)
+    compiled.remove()
+    assert not any(is_compiled(module) for module in net.modules())
+    assert torch.equal(net(tokens(0, 0, 0)), wanted)
+    assert not counters["frames"]
 
 
 def _of_functions() -> None:
@@ -267,6 +322,7 @@ TABLE = {
     "compile: {disable: false}, stage 2": (1, 0),
     "compile: {disable: false}, stage 3": (1, 0),
     "engine.compile(), stage 2": (1, 0),
+    "steps inside of a forward, stage 2": (2, 0),  # the second one computes no gradient of its input
     "beside steps of another run": (2, 0),
 }
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lt_zero import ConfigError
 from lt_zero.activation.checkpointing import Checkpointing
+from lt_zero.common.compat import is_compiled
 from lt_zero.config.blocks import PipelineParallel
 from lt_zero.parallel import LayerSpec, Pipeline, TiedLayerSpec
 from lt_zero.parallel.pipeline.position import Position
@@ -152,6 +154,37 @@ def _compiled(stage: int, layers: bool) -> int:
 @pytest.mark.parametrize(("stage", "layers"), [(1, False), (3, True)])
 def test_a_compiled_module_calls_its_pipeline_as_it_is(pool: Pool, stage: int, layers: bool) -> None:
     assert all((found > 0) == layers for found in pool.run(2, _compiled, stage, layers))
+
+
+def _configured() -> None:
+    """The block ``compile`` compiles the blocks of each stage, of which each has a single one, or one has none."""
+    rank = dist.get_rank()
+    keys: dict[str, Any] = {"compile": {"backend": "eager"}}
+    torch._dynamo.reset()
+    layers = partial(counted, 2, 0.0)
+    run, reference = start(Ranks(), 3, "sgd", layers, **keys), Model(layers)
+    blocks = [layer for layer in run.model.pipe.layers.values() if isinstance(layer, Counted)]
+    assert blocks
+    assert all(map(is_compiled, blocks))
+    optimizer = OPTIMIZERS["sgd"](reference.parameters())
+    for step in range(2):
+        run.step(step)
+        reference_step(reference, optimizer, step, 1)
+    weights = all_weights(run.engine)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-6, atol=1e-6, msg=name)
+    uneven = [LayerSpec(Counted), LayerSpec(Counted), LayerSpec(nn.Linear, WIDTH, 500)]
+    run = start(Ranks(), 1, "sgd", lambda: uneven, **keys)
+    assert any(map(is_compiled, run.model.modules())) == (rank == 0)
+    # Errors are those of all ranks, also of one that has nothing to compile.
+    plain = [LayerSpec(nn.Linear, WIDTH, WIDTH), LayerSpec(nn.Linear, WIDTH, WIDTH)]
+    for some, block, words in ((uneven, {"backend": "no_such_backend"}, "no_such_backend"), (plain, {}, "has none")):
+        with pytest.raises(ConfigError, match=words):
+            start(Ranks(), 1, "sgd", partial(list, some), compile={"disable": False, **block})
+
+
+def test_blocks_of_stages_are_compiled(pool: Pool) -> None:
+    pool.run(2, _configured)
 
 
 # ---- which layers, with which values -------------------------------------------------------------------------------

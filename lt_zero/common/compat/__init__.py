@@ -716,6 +716,16 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None
 
 
+def undo_compile(module: torch.nn.Module) -> None:
+    """Let a module that ``module.compile()`` has compiled run as before; torch has no call for that."""
+    module._compiled_call_impl = None
+
+
+def is_call_of(frame: Any, module: torch.nn.Module) -> bool:
+    """True if ``frame`` is that of torch's code which calls the hooks and the forward of ``module``."""
+    return frame.f_code is torch.nn.Module._call_impl.__code__ and frame.f_locals["self"] is module
+
+
 def profiling() -> bool:
     """True if a profiler of torch is recording in this process, ``emit_nvtx`` included.
 
