@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
+from multiprocessing import util as multiprocessing_util
 from types import FrameType
 from typing import Any
 
@@ -670,6 +671,17 @@ def init_alone(backend: str | None = None, timeout: timedelta | None = None) -> 
         name = backend or dist.get_default_backend_for_device(accelerator.default_kind())
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(name, store=store, rank=0, world_size=1, timeout=timeout)
+        # Ranks that other launchers fork, such as Lightning's for ddp_notebook, would take it for the group of all.
+        multiprocessing_util.register_after_fork(init_alone, _leave_group_of_one)
+
+
+def _leave_group_of_one(_: object) -> None:
+    """Leave the parent's group of one rank in a process that has just been forked, if it is a rank of another run.
+
+    A worker of a DataLoader keeps it: code for datasets asks the group for rank and size.
+    """
+    if compat.is_started_rank() and dist.is_initialized() and dist.get_world_size() == 1:
+        leave_inherited_groups()
 
 
 def _check_existing_group(rank: int, world_size: int) -> None:

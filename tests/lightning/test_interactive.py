@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities import imports
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lt_zero
+from lt_zero.comm.process_groups import init_alone
 from lt_zero.common.errors import ConfigError
 
 MAKERS = [(L.Trainer, lt_zero.ZeroStrategy), (L.Fabric, lt_zero.FabricZeroStrategy)]
@@ -87,6 +92,13 @@ def _fit(model: Model, devices: int, *callbacks: L.Callback) -> L.Trainer:
     return trainer
 
 
+class Writes(L.Callback):
+    """Metrics of types that Lightning does not send, and one that nothing can send."""
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        trainer.callback_metrics.update(scalar=np.float32(3.5), array=np.arange(3), text="best", lock=threading.Lock())
+
+
 def _weights(model: Model) -> dict[str, torch.Tensor]:
     with lt_zero.gathered(model):
         return {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -106,13 +118,16 @@ def test_cells_train_a_model_with_one_device_then_with_two(tmp_path: Path) -> No
         assert "MASTER_PORT" not in os.environ, "its store needs no port, which the next run would find taken"
         before = _weights(model)
         copied.load_state_dict(before)
-        trainer = _fit(model, 2, best, stopping)
+        trainer = _fit(model, 2, best, stopping, Writes())
     finally:
         if alone and dist.is_initialized():
             dist.destroy_process_group()
     assert (trainer.global_step, trainer.current_epoch) == (3, 1)
     assert {"loss_step", "loss_epoch"} <= trainer.logged_metrics.keys()
     assert trainer.callback_metrics["loss_epoch"] == trainer.logged_metrics["loss_epoch"]
+    metrics = trainer.callback_metrics
+    assert (metrics["scalar"], metrics["array"].tolist(), metrics["text"]) == (3.5, [0, 1, 2], "best")
+    assert "lock" not in metrics
     assert len(best.best_k_models) == 2
     assert best.best_model_score == best.best_k_models[best.best_model_path] == min(best.best_k_models.values())
     assert Path(best.best_model_path).parent == tmp_path / "saved"
@@ -122,3 +137,33 @@ def test_cells_train_a_model_with_one_device_then_with_two(tmp_path: Path) -> No
     assert not torch.equal(trained["layer.weight"], before["layer.weight"])
     for name, value in copied.state_dict().items():
         assert torch.equal(value, trained[name])
+
+
+def _results(fabric: L.Fabric) -> dict[str, Any]:
+    return {"loss": torch.full((3,), 2.0), "ranks": fabric.world_size, "seen": np.float64(0.5)}
+
+
+def test_what_a_function_returns_on_rank_0_comes_back() -> None:
+    """Tensors would travel through memory of a process that has ended."""
+    found = L.Fabric(strategy="zero_1", accelerator="cpu", devices=2).launch(_results)
+    assert (found["loss"].tolist(), found["ranks"], found["seen"]) == ([2.0] * 3, 2, 0.5)
+
+
+def _tell(index: int, folder: Path) -> None:
+    (folder / f"{index}").write_text(str(dist.is_initialized()))
+
+
+def test_ranks_of_other_launchers_leave_a_group_of_one_rank_and_other_processes_keep_it(tmp_path: Path) -> None:
+    """As in a cell with strategy="ddp_notebook" after one with devices=1; and as in a worker of a DataLoader."""
+    alone = not dist.is_initialized()
+    try:
+        init_alone("gloo")
+        torch.multiprocessing.start_processes(_tell, (tmp_path,), nprocs=1, start_method="fork")
+        worker = multiprocessing.get_context("fork").Process(target=_tell, args=(1, tmp_path))
+        worker.start()
+        worker.join()
+        assert dist.is_initialized()
+    finally:
+        if alone:
+            dist.destroy_process_group()
+    assert [(tmp_path / name).read_text() for name in "01"] == ["False", "True"]

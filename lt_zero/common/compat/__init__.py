@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import multiprocessing
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.multiprocessing.spawn import _wrap as body_of_started_rank
 from torch.nn.modules import module as module_of_modules
 from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -162,6 +164,14 @@ def process_groups() -> list[Any]:
 def process_groups_with_stores() -> dict[Any, Any]:
     """The process groups of this process that are not destroyed, each with its backend and its store."""
     return dict(distributed_c10d._world.pg_map)
+
+
+def is_started_rank() -> bool:
+    """True if torch.multiprocessing has started this process as one of several that run the same function.
+
+    Launchers start ranks in this way (Lightning's, Accelerate's); workers of a DataLoader are started in another one.
+    """
+    return getattr(multiprocessing.current_process(), "_target", None) is body_of_started_rank
 
 
 def destroy_group(group: Any) -> None:
