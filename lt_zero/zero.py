@@ -173,7 +173,7 @@ def _check_groups(groups: Mapping[str, Any], mpu: Any, tensor: int) -> None:
         if group is not None and is_part(group):
             raise ValueError(
                 f"zero.Init({name}=...) has not all ranks, over which weights are sharded. Remove the argument, and "
-                "for smaller groups write zero_optimization.mics_shard_size."
+                "for smaller groups write zero_optimization.dp_replicate_size or mics_shard_size."
             )
     if mpu is not None and (size := int(mpu.get_model_parallel_world_size())) != tensor:
         raise ValueError(

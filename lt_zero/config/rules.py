@@ -104,18 +104,18 @@ def _sharding(config: Schema) -> Iterator[Problem]:
 
 def _compression(config: Schema) -> Iterator[Problem]:
     block, zero, key = config.gradient_compression, config.zero_optimization, "gradient_compression.algorithm"
-    if block.algorithm != "none" and zero.stage > 0 and zero.mics_shard_size > 0:
+    groups = f"{ZERO}.{zero.replicas_by}={getattr(zero, zero.replicas_by)}" if zero.replicas_by else ""
+    if block.algorithm != "none" and zero.stage > 0 and groups:
         yield Problem(
             key,
-            f"{key}={block.algorithm!r} compresses the exchange of all ranks, and {ZERO}.mics_shard_size="
-            f"{zero.mics_shard_size} sums in two steps. Remove one of them; hierarchical_compress sums inside nodes.",
+            f"{key}={block.algorithm!r} compresses the exchange of all ranks, and {groups} sums in two steps. Remove "
+            "one of them; hierarchical_compress sums inside nodes.",
         )
     quantized, size = f"{ZERO}.zero_quantized_gradients", zero.zero_hpz_partition_size
     if zero.stage > 0 and zero.zero_quantized_gradients and block.algorithm != "none":
         text = f"{key}={block.algorithm!r} and {quantized}=true both say how gradients are sent"
         yield Problem(key, f"{text}. Remove one of them.")
-    if zero.stage > 0 and zero.mics_shard_size > 0:
-        groups = f"{ZERO}.mics_shard_size={zero.mics_shard_size}"
+    if zero.stage > 0 and groups:
         if zero.zero_quantized_gradients:
             text = f"{quantized}=true sums over all ranks, and {groups} in two steps"
             yield Problem(quantized, f"{text}. Remove one of them.")
@@ -177,7 +177,10 @@ def _one_bit(config: Schema) -> Iterator[Problem]:
             zero.offload_optimizer.device,
             "momenta have to be on the device",
         ),
-        f"{ZERO}.mics_shard_size": (zero.mics_shard_size > 0, zero.mics_shard_size, "all ranks exchange momenta"),
+        **{
+            f"{ZERO}.{name}": (zero.replicas_by == name, getattr(zero, name), "all ranks exchange momenta")
+            for name in ("mics_shard_size", "dp_replicate_size")
+        },
         f"{ZERO}.zero_quantized_gradients": (
             zero.stage > 0 and zero.zero_quantized_gradients,
             True,
@@ -379,7 +382,12 @@ def _inactive_sharding(config: Schema) -> Sequence[Rule]:
         (zero.stage not in (1, 2), ZERO, "allgather_bucket_size", gathered),
         (zero.stage != 3 and bool(short), ZERO, " ".join(short), "parameters are sharded at stage 3 only"),
         (config.quantize is not None, ZERO, "zero_quantized_nontrainable_weights", codes),
-        (zero.stage == 0, ZERO, "shard_along reduce_scatter mics_shard_size", "nothing is sharded at stage 0"),
+        (
+            zero.stage == 0,
+            ZERO,
+            "shard_along reduce_scatter mics_shard_size dp_replicate_size",
+            "nothing is sharded at stage 0",
+        ),
         (zero.stage == 0 and zero.zero_quantized_gradients, ZERO, "zero_quantized_gradients", at_0),
         (
             zero.stage == 0 and zero.zero_quantized_weights,

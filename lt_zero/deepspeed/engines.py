@@ -14,17 +14,26 @@ import torch
 from torch import nn
 
 from lt_zero.comm import process_groups
+from lt_zero.comm.process_groups import rank_and_size
 from lt_zero.common.arguments import expect, expect_number
 from lt_zero.config import ZeroConfig
 from lt_zero.config.load import examine, plain
-from lt_zero.deepspeed.huggingface import mark_optimizer
+from lt_zero.deepspeed.huggingface import mark_optimizer, parallelism_of_accelerate, unwrapped
+from lt_zero.deepspeed.sequence import SequenceState
 from lt_zero.deepspeed.sharding import leaf_modules, mark_parameters
 from lt_zero.loop.engine import TrainingEngine, ended
 from lt_zero.loop.initialize import config_of
 from lt_zero.loop.initialize import initialize as _initialize
+from lt_zero.parallel.sequence.batches import leave_to_user
 
 _ALONG = "zero_optimization.shard_along"
 _TENSOR_RANKS = "_tp_size"  # the mark of ``tp_model_init``
+_TENSOR, _SEQUENCE, _REPLICAS = (
+    "tensor_parallel.autotp_size",
+    "sequence_parallel_size",
+    "zero_optimization.dp_replicate_size",
+)
+_OF_ACCELERATE = {"tp_size": _TENSOR, "sp_size": _SEQUENCE, "dp_replicate_size": _REPLICAS}
 _engines: list[weakref.ref[TrainingEngine]] = []  # in the order in which they were made
 
 
@@ -35,6 +44,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     Without ``gradient_clipping`` in the configuration gradients are clipped to DeepSpeed's default, a norm of 1.
     """
     given = inspect.signature(_initialize).bind_partial(*args, **kwargs).arguments
+    if given.get("dist_init_required") is not False:
+        init_distributed(distributed_port=given.get("distributed_port"))
     if overrides := _overrides(given):
         loaded = examine(config_of(given), overrides=overrides)
         given["config"] = loaded.usable()
@@ -43,10 +54,15 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         if getattr(given.get("args"), "deepspeed_config", None) is not None:
             given["args"] = copy(given["args"])
             given["args"].deepspeed_config = None
-    if given.get("dist_init_required") is not False:
-        init_distributed(distributed_port=given.get("distributed_port"))
     _give_way(given.get("model"))
+    given["optimizer"] = unwrapped(given.get("optimizer"))
+    adapted = given["mpu"] if isinstance(given.get("mpu"), SequenceState) else None
+    if adapted is not None:
+        del given["mpu"]
     made = _initialize(**given)
+    if adapted is not None and (sequences := made[0].session.sequences) is not None:
+        leave_to_user(sequences.ranks)
+        sequences.whole_in_eval = adapted.whole_in_eval
     made[0].tracks_norm = True
     mark_optimizer(made[0])
     if made[0].zero_optimization_stage() == 3:
@@ -107,11 +123,11 @@ class DeepSpeedEngine(metaclass=_EngineType):
 
 
 def _overrides(given: Mapping[str, Any]) -> list[str]:
-    """Keys that the marks of a model add to the configuration, one that optimizers of whole matrices (Muon) need, and
-    DeepSpeed's default of ``gradient_clipping``.
+    """Keys that the marks of a model and Accelerate's sizes add to the configuration, one that optimizers of whole
+    matrices (Muon) need, DeepSpeed's default of ``gradient_clipping``, and its meaning of ``train_batch_size``.
 
     Raises:
-        ValueError: ``tp_model_init`` had another size than is configured.
+        ValueError: a size of ranks contradicts the configured one.
     """
     model, config, found = given.get("model"), config_of(given), []
     if not isinstance(model, nn.Module) or config is None:
@@ -124,18 +140,63 @@ def _overrides(given: Mapping[str, Any]) -> list[str]:
     made = None if isinstance(config, ZeroConfig) else loaded.config
     if made is not None and "gradient_clipping" not in plain(made):
         found.append("gradient_clipping=1.0")
-    marked, size = leaf_modules(model), getattr(model, "__dict__", {}).get(_TENSOR_RANKS)
-    if not marked and size is None:
+    marked, asked = leaf_modules(model), _asked_ranks(given)
+    made = examine(config, overrides=found).config
+    if made is None:  # _initialize tells why
         return found
-    made = examine(config, overrides=found).usable()
     if marked:
         names = [name for name, module in model.named_modules() if module in marked]
         leaves = made.zero_optimization.leaf_module.names
         found.append(f"zero_optimization.leaf_module.names={[*leaves, *(n for n in names if n not in leaves)]}")
-    key, configured = "tensor_parallel.autotp_size", made.tensor_parallel.autotp_size
-    if size is not None and configured not in (1, size):
-        raise ValueError(f"tp_model_init(tp_size={size}), but {key}={configured} is configured. Make them the same.")
-    return [*found, f"{key}={size}"] if size is not None else found
+    configured: dict[str, int | None] = {
+        _TENSOR: made.tensor_parallel.autotp_size,
+        _SEQUENCE: made.sequence_parallel_size,
+        _REPLICAS: made.zero_optimization.dp_replicate_size,
+    }
+    for key, (size, call) in asked.items():
+        if configured[key] not in (None, 1, size):
+            raise ValueError(f"{call}, but {key}={configured[key]} is configured. Make them the same.")
+        found.append(f"{key}={size}")
+        configured[key] = size
+        if key == _TENSOR and isinstance(config, dict):
+            # As in DeepSpeed: Accelerate reads there whether saved weights have to be put together.
+            config["tensor_parallel"] = {**(config.get("tensor_parallel") or {}), "autotp_size": size}
+    if (total := _of_data_ranks(made, configured, given.get("mpu"))) is not None:
+        found.append(f"train_batch_size={total}")
+    return found
+
+
+def _asked_ranks(given: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
+    """Numbers of ranks that a script asks for beside its configuration: key -> the number, and the call.
+
+    Raises:
+        ValueError: two calls ask for different numbers, or for what is not here.
+    """
+    found: dict[str, tuple[int, str]] = {}
+    marked = getattr(given.get("model"), "__dict__", {}).get(_TENSOR_RANKS)
+    if marked is not None:
+        found[_TENSOR] = marked, f"tp_model_init(tp_size={marked})"
+    if isinstance(mpu := given.get("mpu"), SequenceState):
+        found[_SEQUENCE] = mpu.size, f"register_with_transformers(sequence_parallel_size={mpu.size})"
+    for argument, size in parallelism_of_accelerate().items():
+        key, call = _OF_ACCELERATE[argument], f"ParallelismConfig({argument}={size})"
+        if key in found and found[key][0] != size:
+            raise ValueError(f"{call}, but {found[key][1]}. Make them the same.")
+        found[key] = size, call
+    return found
+
+
+def _of_data_ranks(config: ZeroConfig, ranks: Mapping[str, int | None], mpu: Any) -> int | None:
+    """``train_batch_size`` as it is here, where tensor ranks see the same data; None: it need not be changed.
+
+    DeepSpeed counts tensor ranks as if they saw different data, unless there is an ``mpu`` of them.
+    """
+    total, tensor = config.train_batch_size, ranks[_TENSOR] or 1
+    if total is None or tensor == 1 or total % tensor or (mpu is not None and not isinstance(mpu, SequenceState)):
+        return None
+    micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    data = rank_and_size()[1] // (tensor * (ranks[_SEQUENCE] or 1))
+    return None if micro is not None and steps is not None and total == micro * steps * data else total // tensor
 
 
 def tp_model_init(
@@ -145,17 +206,17 @@ def tp_model_init(
 
     Args:
         dtype: of its parameters from now on; None: as they are.
-        config, options: of DeepSpeed's; errors here.
+        config: that of ``initialize``, which reads it.
+        options: of DeepSpeed's; errors here.
 
     Raises:
         ValueError: an argument has to be a key of the configuration.
     """
     expect(model, nn.Module, "tp_model_init(model=...)", "pass an nn.Module")
     expect_number(tp_size, "tp_model_init(tp_size=...)", whole=True)
-    given = {"config": config, **options}
-    if name := next((name for name, value in given.items() if value is not None), None):
+    if name := next((name for name, value in options.items() if value is not None), None):
         raise ValueError(
-            f"tp_model_init({name}={given[name]!r}) is not supported. Remove it, and write the block tensor_parallel "
+            f"tp_model_init({name}={options[name]!r}) is not supported. Remove it, and write the block tensor_parallel "
             "into the configuration of initialize."
         )
     model.__dict__[_TENSOR_RANKS] = tp_size

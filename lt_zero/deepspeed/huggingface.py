@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Mapping
 from importlib.metadata import Distribution
@@ -137,6 +138,39 @@ def mark_optimizer(engine: TrainingEngine) -> None:
         optimizer.overflow = SkippedStep(engine)
         optimizer.loss_scaler = optimizer.loss_scale_config = LossScaleView(engine.loss_scale_controller)
         optimizer.dynamic_loss_scale = engine.dynamic_loss_scale()
+
+
+def parallelism_of_accelerate() -> dict[str, int]:
+    """The sizes above 1 of Accelerate's ``ParallelismConfig`` that mean something here, if it drives DeepSpeed.
+
+    Accelerate gives DeepSpeed only ``sp_size``. ``dp_replicate_size`` counts replicas of what ``dp_shard_size`` ranks
+    share; alone it says that ranks are data ranks, which they are anyway.
+
+    Raises:
+        ValueError: context parallelism is asked for.
+    """
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    shared: Mapping[str, Any] = getattr(state, "_shared_state", {})
+    config, kind = shared.get("parallelism_config"), getattr(shared.get("distributed_type"), "value", None)
+    if config is None or kind != "DEEPSPEED":
+        return {}
+    if (size := config.cp_size) > 1:
+        raise ValueError(
+            f"ParallelismConfig(cp_size={size}) is FSDP2's way to cut sequences. Write sp_size={size} instead, which "
+            "lt_zero cuts them by."
+        )
+    found = {"tp_size": config.tp_size, "sp_size": config.sp_size}
+    if config.dp_shard_size > 1:
+        found["dp_replicate_size"] = config.dp_replicate_size
+    return {name: size for name, size in found.items() if size > 1}
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside of Accelerate's wrapper, which it passes on where ``tp_size`` is above 1."""
+    kind = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
+    while kind is not None and isinstance(optimizer, kind):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:

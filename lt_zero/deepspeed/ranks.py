@@ -102,6 +102,13 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     return {} if return_dict else None
 
 
+def gather_objects(value: Any, group: Any) -> list[Any]:
+    """The values of all ranks of a group, in their order."""
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, value, group=group)
+    return every
+
+
 # ---- deepspeed.utils.groups ------------------------------------------------------------------------------------------
 
 
@@ -146,17 +153,36 @@ def get_tensor_model_parallel_group() -> Any:
     return mesh.tensor.get_group() if mesh is not None else None
 
 
-def _get_sequence_parallel_world_size() -> int:
+def get_sequence_parallel_world_size() -> int:
+    """The ranks of a sequence; 1: sequences are not cut."""
     mesh = _mesh()
     return mesh.sizes.sequence if mesh is not None else 1
 
 
-def _get_sequence_parallel_rank() -> int:
+def get_sequence_parallel_rank() -> int:
+    """Index of this rank's part of sequences."""
     mesh = _mesh()
     return mesh.sequence_rank if mesh is not None else 0
+
+
+def get_sequence_parallel_group() -> Any:
+    """The ranks that have the other parts of this rank's sequences.
+
+    Raises:
+        RuntimeError: sequences are not cut.
+    """
+    mesh = _mesh()
+    if mesh is None or mesh.sequence is None:
+        raise RuntimeError(
+            "get_sequence_parallel_group(): the engine that was made last cuts no sequences over ranks. Call it after "
+            "deepspeed.initialize, with sequence_parallel_size in the configuration."
+        )
+    return mesh.sequence.group.process_group
 
 
 get_model_parallel_world_size = _get_model_parallel_world_size = get_tensor_model_parallel_world_size
 get_model_parallel_rank, get_model_parallel_group = get_tensor_model_parallel_rank, get_tensor_model_parallel_group
 _get_data_parallel_group, _get_data_parallel_rank = get_data_parallel_group, get_data_parallel_rank
 _get_data_parallel_world_size = get_data_parallel_world_size
+_get_sequence_parallel_world_size = get_sequence_parallel_world_size
+_get_sequence_parallel_rank, _get_sequence_parallel_group = get_sequence_parallel_rank, get_sequence_parallel_group

@@ -70,7 +70,7 @@ _ELSEWHERE = {
     "auto_wrap_policy": "Remove it: repeated blocks are found; zero_optimization.leaf_module names others",
     "activation_checkpointing_policy": 'Write activation_checkpointing="full"',
     "sharding_strategy": "Write stage=3 for FULL_SHARD, 2 for SHARD_GRAD_OP, 0 for NO_SHARD; for HYBRID_SHARD also "
-    "zero_optimization.mics_shard_size",
+    "dp_replicate_size, the number of nodes",
     "data_parallel_size": "It is the number of ranks divided by tensor_, sequence_ and pipeline_parallel_size",
     "save_distributed_checkpoint": "Remove it: checkpoints are sharded; ZeroStrategy.export writes one file",
     "state_dict_type": "Remove it: checkpoints are sharded; ZeroStrategy.export writes one file",
@@ -89,7 +89,12 @@ _START_METHODS = "popen", "spawn", "fork", "forkserver"  # of Lightning
 
 
 def with_sizes_of_mesh(
-    overrides: Sequence[str], tensor: int | None, pipeline: int | None, sequence: int | None, expert: int | None
+    overrides: Sequence[str],
+    tensor: int | None,
+    pipeline: int | None,
+    sequence: int | None,
+    expert: int | None,
+    replicas: int | None,
 ) -> Sequence[str]:
     """The overrides of a strategy with its numbers of ranks along the axes of parallelism, checked as the keys are."""
     experts = to_whole_number(expert)
@@ -98,6 +103,7 @@ def with_sizes_of_mesh(
         "pipeline.stages": pipeline,
         "sequence_parallel_size": sequence,
         "expert_parallel.autoep_size": expert,
+        f"{_ZERO}dp_replicate_size": replicas,
         "expert_parallel.enabled": str(experts > 1).lower() if type(experts) is int else None,
     }
     given = [f"{key}={value}" for key, value in keys.items() if value is not None]

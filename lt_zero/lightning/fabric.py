@@ -61,8 +61,8 @@ class FabricZeroStrategy(DDPStrategy):
     Args:
         stage, config, overrides, activation_checkpointing, broadcast_buffers: as for ``ZeroStrategy``. Optimizers and
             schedules are made by the script.
-        tensor_parallel_size, pipeline_parallel_size, sequence_parallel_size, expert_parallel_size: as for
-            ``ZeroStrategy``. The script parallelizes the module, over
+        tensor_parallel_size, pipeline_parallel_size, sequence_parallel_size, expert_parallel_size, dp_replicate_size:
+            as for ``ZeroStrategy``. The script parallelizes the module, over
             ``fabric.strategy.device_mesh["tensor_parallel"]``; loaders that are set up return the rank's part of
             sequences.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as in every strategy.
@@ -94,10 +94,11 @@ class FabricZeroStrategy(DDPStrategy):
         pipeline_parallel_size: int | None = None,
         sequence_parallel_size: int | None = None,
         expert_parallel_size: int | None = None,
+        dp_replicate_size: int | None = None,
     ) -> None:
         watch_start(launched_place)
         sizes = tensor_parallel_size, pipeline_parallel_size, sequence_parallel_size, expert_parallel_size
-        overrides = with_sizes_of_mesh(overrides, *sizes)
+        overrides = with_sizes_of_mesh(overrides, *sizes, dp_replicate_size)
         check_launch("FabricZeroStrategy", start_method, timeout, process_group_backend)
         default = 3 if config is None else None
         loaded = examine(config, stage, overrides, default, activation_checkpointing, True, broadcast_buffers)

@@ -77,6 +77,8 @@ class ZeroStrategy(RunQueries):
             them, see ``lt_zero.parallel.cut_batch``.
         expert_parallel_size: data ranks that share the experts of each layer, which are ``lt_zero.parallel.Experts``;
             ``expert_parallel`` of the configuration.
+        dp_replicate_size: groups of data ranks that shard, and hold a full copy each;
+            ``zero_optimization.dp_replicate_size`` of the configuration.
 
     Raises:
         ConfigError: names every problem: unknown keys, wrong values, keys that contradict each other.
@@ -112,10 +114,11 @@ class ZeroStrategy(RunQueries):
         pipeline_parallel_size: int | None = None,
         sequence_parallel_size: int | None = None,
         expert_parallel_size: int | None = None,
+        dp_replicate_size: int | None = None,
     ) -> None:
         watch_start(launched_place)
         sizes = tensor_parallel_size, pipeline_parallel_size, sequence_parallel_size, expert_parallel_size
-        overrides = with_sizes_of_mesh(overrides, *sizes)
+        overrides = with_sizes_of_mesh(overrides, *sizes, dp_replicate_size)
         check_launch("ZeroStrategy", start_method, timeout, process_group_backend)
         default = 3 if config is None else None
         loaded = examine(config, stage, overrides, default, activation_checkpointing, True, broadcast_buffers)

@@ -235,6 +235,8 @@ class TrainingEngine(EngineQueries):
                 stack.enter_context(torch.autocast(self.device.type, policy.compute))
             stack.enter_context(self.engine.forward_scope(trains))
             stack.enter_context(self.session.own_numbers(trains))
+            if sequences is not None:
+                stack.enter_context(sequences.as_trained(self.module))
             return self.module(*args, **kwargs)
 
     def _cast(self, value: Tensor) -> Tensor:
@@ -258,6 +260,8 @@ class TrainingEngine(EngineQueries):
             raise ValueError(
                 f"The loss of engine.backward has the shape {tuple(loss.shape)}: pass one number, such as loss.mean()."
             )
+        if self.session.sequences is not None:
+            self.session.sequences.compare_loss(loss, self.world)
         scaled = self.scale(loss)
         self.monitor.add_loss(loss, (1.0 if scale_wrt_gas else self._gas) / self._added)
         with self.engine.backward_pass():

@@ -53,7 +53,8 @@ def candidates(stage: int, world: int, per_node: int, device: str) -> Iterator[C
         yield CommOption(f"stage {stage}, topology 1", stage, {}, {"communication": {"topology": 1}})
     if stage > 0:
         if groups:
-            yield CommOption(f"stage {stage}, mics_shard_size {per_node}", stage, {"mics_shard_size": per_node})
+            zero = {"mics_shard_size": per_node, "dp_replicate_size": 1}
+            yield CommOption(f"stage {stage}, mics_shard_size {per_node}", stage, zero)
         codes: dict[str, Any] = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
         codes |= {"zero_hpz_partition_size": per_node} if stage == 3 and groups else {}
         yield CommOption(f"stage {stage}, ZeRO++", stage, codes, exact=False)

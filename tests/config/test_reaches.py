@@ -180,6 +180,7 @@ PROBES: dict[str, Probe] = {
     "communication.link_timeout": Probe(w.link_limits, 7.5, [120_000, 145_000], [7_500, 32_500], S0),
     "communication.topology": Probe(w.dimensions, 3, [], [2, 1, 1], S1),
     Z + "mics_shard_size": Probe(w.cut, 1, True, False, S1),
+    Z + "dp_replicate_size": Probe(w.cut, 2, True, False, S1),
     Z + "zero_quantized_weights": Probe(w.launched, True, [], ["encoded all-gather"], S3),
     Z + "zero_quantized_nontrainable_weights": Probe(w.launched_frozen, True, [], ["encoded all-gather"], S3),
     Z + "zero_hpz_partition_size": Probe(

@@ -24,7 +24,8 @@ PAIRS = {"mics_shard_size": 2}
 
 def _exact(stage: int, optimizer: str, zero: dict[str, Any], micro: int) -> None:
     engine = check(Case(Net, next_token_loss, stage, optimizer, steps=3, micro=micro, zero=zero))
-    assert all(bucket.shard.numel() * zero["mics_shard_size"] == bucket.layout.numel for bucket in engine.buckets)
+    size = zero.get("mics_shard_size") or 4 // zero["dp_replicate_size"]
+    assert all(bucket.shard.numel() * size == bucket.layout.numel for bucket in engine.buckets)
 
 
 @pytest.mark.parametrize(
@@ -35,8 +36,9 @@ def _exact(stage: int, optimizer: str, zero: dict[str, Any], micro: int) -> None
     ),
 )
 def test_equals_single_process(pool: Pool, stage: int, optimizer: str, size: int, shared: str) -> None:
-    """With windows and with sockets; groups of one rank, too."""
-    zero = {"mics_shard_size": size, **(RELEASE if stage == 3 else {})}
+    """With windows and with sockets; groups of one rank, too, given by their size (AdamW) or their number (SGD)."""
+    groups = {"mics_shard_size": size} if optimizer == "adamw" else {"dp_replicate_size": 4 // size}
+    zero = {**groups, **(RELEASE if stage == 3 else {})}
     env = {"LT_ZERO_SHARED_MEMORY": shared}
     pool.run(4, _exact, stage, optimizer, zero, 2, env=env)
 
@@ -87,16 +89,28 @@ def test_replicas_stay_equal(pool: Pool, tmp_path: Path, stage: int, kind: str) 
         np.testing.assert_allclose(first[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def _refused() -> str:
-    with pytest.raises(ConfigError) as caught:
-        lt_zero.shard(Net(), config_of(2, PAIRS))
-    return str(caught.value)
+def _refused() -> list[str]:
+    found = []
+    for zero in (PAIRS, {"dp_replicate_size": 2}, {"mics_shard_size": 1, "dp_replicate_size": 3}, WRONG):
+        try:
+            lt_zero.shard(Net(), config_of(2, zero))
+            found.append("")
+        except ConfigError as error:
+            found.append(str(error))
+    return found
 
 
-def test_groups_have_to_divide_the_ranks(pool: Pool) -> None:
-    for text in pool.run(3, _refused):
-        assert "mics_shard_size=2" in text
-        assert "write one of 1, 3" in text
+WRONG = {"mics_shard_size": 3, "dp_replicate_size": 3}
+
+
+def test_groups_have_to_divide_the_ranks_and_agree(pool: Pool) -> None:
+    for size, number, both, contradict in pool.run(3, _refused):
+        assert "mics_shard_size=2" in size
+        assert "write one of 1, 3" in size
+        assert "dp_replicate_size=2" in number
+        assert "write one of 1, 3" in number
+        assert both == ""
+        assert "dp_replicate_size=3, but zero_optimization.mics_shard_size=3 makes 1 groups" in contradict
 
 
 def test_estimates_know_groups() -> None:
@@ -110,3 +124,4 @@ def test_estimates_know_groups() -> None:
     assert states() >= 1e9
     assert states(mics_shard_size=4) == pytest.approx(2 * states(), rel=0.01)
     assert states(mics_shard_size=8) == states()
+    assert states(dp_replicate_size=2) == states(mics_shard_size=4)

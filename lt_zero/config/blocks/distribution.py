@@ -172,6 +172,11 @@ class ZeroOptimization(Block):
         "-1: all ranks",
         ge=-1,
     )
+    dp_replicate_size: Positive = key(
+        1,
+        "so many groups of neighbouring ranks shard, and hold a full copy each (FSDP's hybrid sharding): "
+        "mics_shard_size is then the data ranks divided by it; 1: all ranks are one group",
+    )
     zero_quantized_weights: bool = key(
         False,
         "gather parameters (stages 1, 2: updates) as 8 bits of an element (ZeRO++, qwZ); master weights stay exact",
@@ -199,14 +204,33 @@ class ZeroOptimization(Block):
         1_000_000_000, "maximum elements of a bucket if the optimizer is offloaded; 0: one bucket per parameter"
     )
 
+    @property
+    def replicas_by(self) -> str:
+        """The name of the key by which several groups of ranks shard, each of which holds a full copy; "": none does.
+
+        That is so at stage 0, too, where the key has no effect.
+        """
+        if self.mics_shard_size > 0:
+            return "mics_shard_size"
+        return "dp_replicate_size" if self.dp_replicate_size > 1 else ""
+
     def shards(self, world: int) -> int:
         """Number of shards that ``world`` ranks cut tensors into.
 
         Raises:
-            ConfigError: ``mics_shard_size`` does not divide ``world``.
+            ConfigError: ``mics_shard_size`` or ``dp_replicate_size`` does not divide ``world``, or they contradict.
         """
-        wanted = self.mics_shard_size if self.stage > 0 and self.mics_shard_size > 0 else world
-        return self._divisor("mics_shard_size", wanted, world)
+        if self.stage == 0 or not self.replicas_by:
+            return world
+        replicas = self._divisor("dp_replicate_size", self.dp_replicate_size, world)
+        if self.mics_shard_size < 1:
+            return world // replicas
+        shards = self._divisor("mics_shard_size", self.mics_shard_size, world)
+        if replicas not in (1, world // shards):
+            key = "zero_optimization.dp_replicate_size"
+            text = f"{key}={replicas}, but zero_optimization.mics_shard_size={shards} makes {world // shards} groups "
+            raise ConfigError([Problem(key, f"{text}of the {world} ranks. Remove one of them.")])
+        return shards
 
     def secondary_shards(self, world: int) -> int:
         """Number of ranks, of ``world``, that share a second copy of the parameters; 1: there is none.

@@ -80,6 +80,7 @@ class _Cuts:
         layout: of the last batch; None: there was none.
         takes: what the model makes of a batch.
         by_user: the user calls what cuts.
+        means_by_user: the user takes the mean over the tokens of all ranks.
         inside: of a hook of the user.
         labelled: the last batch had labels of tokens.
     """
@@ -87,7 +88,7 @@ class _Cuts:
     def __init__(self) -> None:
         self.layout: RowLayout | None = None
         self.takes = Takes()
-        self.by_user = self.inside = self.labelled = False
+        self.by_user = self.inside = self.labelled = self.means_by_user = False
 
 
 _cuts: weakref.WeakKeyDictionary[SequenceRanks, _Cuts] = weakref.WeakKeyDictionary()
@@ -110,6 +111,20 @@ def had_labels(ranks: SequenceRanks) -> bool:
 def cuts_itself(ranks: SequenceRanks) -> bool:
     """True if the user has called ``cut_batch`` or ``cut_sequence``."""
     return _cuts_for(ranks).by_user
+
+
+def leave_to_user(ranks: SequenceRanks) -> None:
+    """Leave it to the user to cut batches, and to take the mean of losses over the tokens of all ranks.
+
+    The loss of a model of transformers is then that of its part.
+    """
+    known = _cuts_for(ranks)
+    known.by_user = known.means_by_user = True
+
+
+def means_are_of_user(ranks: SequenceRanks) -> bool:
+    """True after ``leave_to_user``."""
+    return _cuts_for(ranks).means_by_user
 
 
 class CutBatch(dict[str, Any]):

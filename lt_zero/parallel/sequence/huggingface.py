@@ -24,7 +24,7 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.common.module_hooks import Hook, ProcessLocal
 from lt_zero.common.users_code import warn
 from lt_zero.parallel.sequence.attention import sequence_attention
-from lt_zero.parallel.sequence.batches import IGNORED, SIZE, Takes, last_layout, sequences_of
+from lt_zero.parallel.sequence.batches import IGNORED, SIZE, Takes, last_layout, means_are_of_user, sequences_of
 from lt_zero.parallel.sequence.loss import token_mean
 from lt_zero.parallel.sequence.ranks import SequenceRanks, current
 
@@ -396,7 +396,7 @@ class SequenceLoss:
     ) -> Tensor:
         """The loss of whole sequences on each rank; its gradients are exact after the engine's mean. Collective."""
         ranks = current()
-        if ranks is None:
+        if ranks is None or means_are_of_user(ranks):
             given = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, **kwargs}
             given |= {"shift_labels": shift_labels} if self.shifts else {}
             return self.function(logits, labels, *args, **given)
@@ -421,7 +421,7 @@ class SequenceLoss:
             given: labels came shifted.
         """
         ranks = current()
-        if ranks is None:
+        if ranks is None or means_are_of_user(ranks):
             return total / (counted if items is None else items)
         if self.shifts and not given:
             raise _other_labels(ranks, "no shift_labels")

@@ -10,6 +10,8 @@ Note [Order of tokens]
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import lcm
 
@@ -144,6 +146,17 @@ def group_of(group: ProcessGroup | None, device: torch.device) -> SequenceGroup 
             'method="ulysses" with gather=1.',
         )
     return ranks.group if ranks is not None else None
+
+
+@contextmanager
+def whole_sequences() -> Iterator[None]:
+    """Context in which this rank computes whole sequences, as in a run that does not cut them."""
+    interrupted = list(_current)
+    use(None)
+    try:
+        yield
+    finally:
+        _current[:] = interrupted
 
 
 def use(ranks: SequenceRanks | None) -> None:

@@ -12,21 +12,32 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from math import isclose, isnan
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.users_code import warn
 from lt_zero.engine.engine import Engine
 from lt_zero.parallel.pipeline.layers import pipeline_of
 from lt_zero.parallel.random import draw_seed, seed_of, seeded
-from lt_zero.parallel.sequence.batches import HOOK, SIZE, cut_for, cuts_itself, had_labels, model_takes
+from lt_zero.parallel.sequence.batches import (
+    HOOK,
+    SIZE,
+    cut_for,
+    cuts_itself,
+    had_labels,
+    means_are_of_user,
+    model_takes,
+)
 from lt_zero.parallel.sequence.huggingface import models_of, switch
 from lt_zero.parallel.sequence.loss import means_taken
-from lt_zero.parallel.sequence.ranks import SequenceRanks
+from lt_zero.parallel.sequence.ranks import SequenceRanks, whole_sequences
 
 
 class SequenceRun:
@@ -36,10 +47,15 @@ class SequenceRun:
         ranks: with parts of the same sequences.
         tensor: ranks that share the heads of a model.
         stages: of pipelines.
+
+    Attributes:
+        whole_in_eval: in evaluation mode each rank computes sequences of its own, which are whole.
     """
 
     def __init__(self, ranks: SequenceRanks, tensor: int, stages: int = 1) -> None:
         self.ranks, self._tensor, self._stages = ranks, tensor, stages
+        self.whole_in_eval = False
+        self._compared = False
 
     def switch(self, module: nn.Module) -> None:
         """Let models of transformers know of the parts.
@@ -99,6 +115,28 @@ class SequenceRun:
         """True if inputs of a model have to be cut: the user has not cut a batch by himself."""
         return not cuts_itself(self.ranks)
 
+    def as_trained(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Context of a forward of ``module``: in evaluation mode that of whole sequences, if these were asked for."""
+        return whole_sequences() if self.whole_in_eval and not module.training else nullcontext()
+
+    def compare_loss(self, loss: Tensor, world: World) -> None:
+        """Warn if the user takes means of losses, and the first one differs over the parts of a sequence. Collective.
+
+        That is a mean over the tokens of each part, which have labels in different numbers.
+        """
+        if self._compared or not means_are_of_user(self.ranks):
+            return
+        self._compared = True
+        mine = float(loss.detach())
+        told = world.host_gather((self.ranks.group.ranks, mine), "the first loss")
+        parts = [value for ranks, value in told if ranks == self.ranks.group.ranks]
+        if world.rank == 0 and not all(isclose(value, parts[0], rel_tol=1e-3) or isnan(value) for value in parts):
+            warn(
+                f"{SIZE}={self.ranks.size}: the first loss differs over the parts of a sequence ({parts}): it is a "
+                "mean over the tokens of each part, which may have labels in different numbers. Gather the losses of "
+                "all parts with the numbers of their labels, and take the weighted mean, as transformers' Trainer does."
+            )
+
     def own_numbers(self, device_type: str) -> AbstractContextManager[None]:
         """Context in which this rank draws other numbers. See Note [Random numbers of sequence ranks]."""
         return seeded(seed_of(draw_seed(), self.ranks.rank), device_type)
@@ -153,7 +191,7 @@ class _FirstLoss:
                 f"{text} its tokens have not seen those of other ranks. Compute attention with "
                 "lt_zero.parallel.sequence_attention(), or remove the key.",
             )
-        if labelled and not averaged:
+        if labelled and not averaged and not means_are_of_user(ranks):
             raise ConfigError.about(
                 SIZE,
                 f"{text} as a mean over the tokens of each rank, which have labels in different numbers. Compute it "
