@@ -75,12 +75,14 @@ from torchmetrics import Metric
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.users_code import warn
+from lt_zero.lightning.data_position.attributes import slots_of
 from lt_zero.lightning.data_position.epochs import Epochs
 from lt_zero.lightning.data_position.inexact import inexact
 from lt_zero.lightning.data_position.iteration import RESTS, correct_counters, do_rest, rest_of
 from lt_zero.lightning.data_position.logged import EpochValues, are_values, restore_values, saved_values
 from lt_zero.lightning.data_position.openings import Opening, Openings
-from lt_zero.lightning.data_position.own_state import LONGEST, OwnState, are_states, same_states
+from lt_zero.lightning.data_position.own_state import OwnState, are_states, same_states
+from lt_zero.lightning.data_position.plain_values import LONGEST
 from lt_zero.lightning.data_position.random_state import RandomStates, own_or_derived
 from lt_zero.lightning.data_position.request import LoaderRequest
 from lt_zero.lightning.data_position.witness import Witness
@@ -498,13 +500,24 @@ def tracked(loader: object, open: Callable[[Make], Iterator[Any]]) -> object | N
     try:
         slots = ("_lt_zero_open", "_lt_zero_original")
         copied = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-        clone = object.__new__(type(kind)(kind.__name__, (_Tracked, kind), {"__slots__": slots, **copied}))
+        users = {name: _of_the_original(name) for name in slots_of(kind) if name not in slots}
+        bases = (_Tracked, kind)
+        clone = object.__new__(type(kind)(kind.__name__, bases, {"__slots__": slots, **copied, **users}))
         object.__setattr__(clone, "__dict__", vars(loader))
         for slot, value in zip(slots, (open, loader), strict=True):
             object.__setattr__(clone, slot, value)
     except (TypeError, AttributeError):
         return None
     return cast(object, clone)
+
+
+def _of_the_original(name: str) -> property:
+    """An attribute that the class of a loader keeps in ``__slots__``, which a clone cannot share."""
+    return property(
+        lambda clone: getattr(clone._lt_zero_original, name),
+        lambda clone, value: setattr(clone._lt_zero_original, name, value),
+        lambda clone: delattr(clone._lt_zero_original, name),
+    )
 
 
 @dataclass(frozen=True)
