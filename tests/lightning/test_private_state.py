@@ -209,7 +209,7 @@ def test_it_is_restored(kind: str) -> None:
     before = OwnState(want, stateful=False)
     for passes in (1, 2):
         list(want)
-        taken = before.take()
+        taken = before.needed(before.take())[0]
         assert are_states(taken)
         other = loader_of(kind)
         own = OwnState(other, stateful=False)
@@ -239,7 +239,7 @@ class Outer(IterableDataset[int]):
 def test_a_stream_that_another_one_reads_is_restored() -> None:
     want, other = DataLoader(Outer()), DataLoader(Outer())
     list(want)
-    OwnState(other, stateful=False).set(OwnState(want, stateful=False).take(everything=True))
+    OwnState(other, stateful=False).set(OwnState(want, stateful=False).take())
     assert list(other) == list(want)
 
 
@@ -251,4 +251,4 @@ def test_what_was_counted_in_an_earlier_run_is_saved() -> None:
         OwnState(loader, stateful=False)
         list(loader)
     second = [OwnState(DataLoader(range(COUNT), sampler=one), stateful=False) for one in (sampler, same, new)]  # type: ignore[arg-type]
-    assert [bool(own.take()) for own in second] == [True, True, False]
+    assert [bool(own.needed(own.take())[0]) for own in second] == [True, True, False]

@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from types import FunctionType, GeneratorType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -108,15 +108,14 @@ class OwnState:
         self._same = {place.path: place.value for place in walk.places if is_plain(place.value)}
         self.too_long: list[str] = []  # orders that have changed, but are too long to be saved
 
-    def take(self, inside: bool = False, everything: bool = False, known: bool = False) -> dict[str, Any]:
-        """The state now, as plain containers and tensors.
+    def take(self, inside: bool = False, known: bool = False, long: bool = False) -> dict[str, Any]:
+        """The state now, as plain containers and tensors; what a checkpoint needs of it tells ``needed``.
 
         Args:
             inside: of a pass that has begun. Counters and orders are left out, as the repeated pass sets them; the
                 attributes are looked at once in a pass, as this is done before each step.
-            everything: also counters and orders that have not changed since they were first seen, and long ones. Not
-                for checkpoints.
             known: of a pass that has ended, while other loaders go on: the attributes are looked at once.
+            long: also orders that are too long for a checkpoint.
         """
         taken: dict[str, Any] = {}
         for place in self._places(inside, known):
@@ -124,10 +123,28 @@ class OwnState:
                 taken[place.path] = generators.packed(place.value)
             elif not is_plain(place.value):
                 taken[place.path] = {"kind": "state_dict", "state": place.value.state_dict()}
-            elif everything or self._is_saved(place):
+            elif long or self._is_short(place):
                 with suppress(TypeError):  # a list, say, whose last element is of another kind
-                    taken[place.path] = {"kind": "value", "state": plain_values.packed(place.value)}
+                    state = plain_values.packed(place.value)
+                    taken[place.path] = {"kind": "value", "state": state, "new": self._is_new(place)}
         return taken
+
+    def needed(self, *moments: dict[str, Any]) -> list[dict[str, Any]]:
+        """What a checkpoint needs of the states of ``take`` at several moments of a pass.
+
+        Counters and orders are left out that are now, and were at all of these moments, as they were first seen.
+        """
+        needed = {place.path for place in self._look().places if is_plain(place.value) and self._is_new(place)}
+        for taken in moments:
+            needed |= {path for path, state in taken.items() if state.get("new", True)}
+        return [
+            {
+                path: {key: state[key] for key in state if key != "new"}
+                for path, state in taken.items()
+                if path in needed
+            }
+            for taken in moments
+        ]
 
     def _places(self, inside: bool, known: bool) -> list[StatePlace]:
         if inside and self._inside is not None:
@@ -142,28 +159,32 @@ class OwnState:
         self._known = places if known else None
         return places
 
-    def _is_saved(self, place: StatePlace) -> bool:
-        """True if a counter or an order has changed, and is not too long for a checkpoint."""
-        if self._first.get(place.path) == digest(place.value):
-            return False
+    def _is_new(self, place: StatePlace) -> bool:
+        """True if a counter or an order is another one than when it was first seen."""
+        return self._first.get(place.path) != digest(place.value)
+
+    def _is_short(self, place: StatePlace) -> bool:
+        """True if an order is not too long for a checkpoint."""
         if plain_values.length(place.value) <= LONGEST:
             return True
-        if self._same.get(place.path) is place.value:  # else each pass computes it, most likely
+        if self._is_new(place) and self._same.get(place.path) is place.value:  # else each pass computes it, most likely
             self.too_long.append(place.path)
         return False
 
-    def set(self, taken: dict[str, Any], samples_only: bool = False, state_dicts: bool = False) -> None:
+    def set(
+        self, taken: dict[str, Any], only: Literal["samples", "order"] | None = None, state_dicts: bool = False
+    ) -> None:
         """Restore what ``take`` has returned.
 
         Args:
-            samples_only: only generators that draw for samples.
+            only: generators that draw for samples, or what the order of samples may follow from; None: all.
             state_dicts: also by ``load_state_dict`` of samplers.
         """
         walk = self._look()
         places = {place.path: place for place in walk.places}
         for path, state in taken.items():
             place = places.get(path) or self._to_be_made(path, walk)
-            if place is None or (samples_only and (place.orders or state["kind"] == "value")):
+            if place is None or (only is not None and (only == "order") != (place.orders or state["kind"] == "value")):
                 continue
             if state["kind"] == "state_dict":
                 if state_dicts and place.value is not None:
