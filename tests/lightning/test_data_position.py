@@ -247,6 +247,21 @@ def test_after_an_exception(case: str, tmp_path: Path) -> None:
     assert got == want
 
 
+def test_a_loader_keeps_its_slots() -> None:
+    class Counted(DataLoader[Any]):
+        __slots__ = ("passes",)
+
+        def __iter__(self) -> Any:
+            self.passes += 1
+            return super().__iter__()
+
+    loader = Counted(range(3))
+    loader.passes = 0
+    clone: Any = tracked(loader, lambda make: make())
+    assert [int(batch) for batch in clone] == [0, 1, 2]
+    assert (loader.passes, clone.passes) == (1, 1)
+
+
 def test_a_loader_is_freed_after_somebody_has_looked_at_its_attributes() -> None:
     """Python 3.12 keeps the classes of all objects that ``inspect.getattr_static`` has seen."""
 

@@ -501,6 +501,9 @@ CASES: dict[str, Case] = {
     ),
     "weighted ends beside a stream": Case(lambda: CombinedLoader([stream(6), weighted(4, 30)], "max_size")),
     "weighted, stateful": Case(lambda: weighted(6, kind=Stateful), {"accumulate_grad_batches": 2}),
+    "weighted, stateful, own order": Case(
+        lambda: weighted(6, kind=Stateful), {**UNSHARDED, "accumulate_grad_batches": 2}
+    ),
     "counting, reopened": Case(lambda: sampled(6, Counting, kind=Reopening)),
     "counting late, reopened": Case(lambda: sampled(6, CountingLate, kind=Reopening), {"accumulate_grad_batches": 4}),
     "drawing, reopened": Case(lambda: sampled(6, Drawing, kind=Reopening), {"accumulate_grad_batches": 2}),

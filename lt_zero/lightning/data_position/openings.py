@@ -82,7 +82,8 @@ class Openings:
         if begin is not None:
             self._own.set(begin.own)
             # Also what had not changed when that was taken: each opening changes it.
-            begin = begin._replace(own=self._own.take(everything=True))
+            self.last = begin._replace(own=self._own.take())
+            begin = begin._replace(own=self._own.take(long=True))
         with self._watching(begin):
             batches = make()
         return self._rest(batches, start, begin)
@@ -135,7 +136,7 @@ class Openings:
             return
         before = RandomStates.now()
         self._from.states.apply()
-        self._own.set(self._from.own)
+        self._own.set(self._from.own, only="order")  # samples go on with the numbers that they draw
         try:
             yield
         finally:

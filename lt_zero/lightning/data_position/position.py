@@ -61,7 +61,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -75,12 +75,14 @@ from torchmetrics import Metric
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.users_code import warn
+from lt_zero.lightning.data_position.attributes import slots_of
 from lt_zero.lightning.data_position.epochs import Epochs
 from lt_zero.lightning.data_position.inexact import inexact
 from lt_zero.lightning.data_position.iteration import RESTS, correct_counters, do_rest, rest_of
 from lt_zero.lightning.data_position.logged import EpochValues, are_values, restore_values, saved_values
 from lt_zero.lightning.data_position.openings import Opening, Openings
-from lt_zero.lightning.data_position.own_state import LONGEST, OwnState, are_states, same_states
+from lt_zero.lightning.data_position.own_state import OwnState, are_states, same_states
+from lt_zero.lightning.data_position.plain_values import LONGEST
 from lt_zero.lightning.data_position.random_state import RandomStates, own_or_derived
 from lt_zero.lightning.data_position.request import LoaderRequest
 from lt_zero.lightning.data_position.witness import Witness
@@ -261,6 +263,7 @@ class DataPosition:
             again = [moment for moment in feed.recent if moment.served >= consumed - open_window]
         # Before its first batch a resumed run may not have restored its loaders yet.
         places = again[0].places if again else self._pending or [position.place() for position in feed.positions]
+        places = [position.saved(place) for position, place in zip(feed.positions, places, strict=False)] or places
         for position in feed.positions:
             position.tell_too_long()
         states = [*(moment.states for moment in again), *([] if again and (repeats or open_window) else [now])]
@@ -492,19 +495,38 @@ def untracked(loader: object) -> object:
     return loader._lt_zero_original if isinstance(loader, _Tracked) else loader
 
 
-def tracked(loader: object, open: Callable[[Make], Iterator[Any]]) -> object | None:
-    """``loader`` with ``open`` as its ``__iter__``, which gets the original one; None if its class is not Python's."""
+def tracked(
+    loader: object, open: Callable[[Make], Iterator[Any]], ask: Callable[[], Any] | None = None
+) -> object | None:
+    """``loader`` with ``open`` as its ``__iter__``, which gets the original one; None if its class is not Python's.
+
+    Args:
+        ask: its ``state_dict``, if it has one.
+    """
     kind: Any = type(loader)
     try:
         slots = ("_lt_zero_open", "_lt_zero_original")
         copied = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-        clone = object.__new__(type(kind)(kind.__name__, (_Tracked, kind), {"__slots__": slots, **copied}))
+        users: dict[str, Any] = {name: _of_the_original(name) for name in slots_of(kind) if name not in slots}
+        if ask is not None and callable(getattr(kind, "state_dict", None)):
+            users["state_dict"] = lambda clone: ask()
+        bases = (_Tracked, kind)
+        clone = object.__new__(type(kind)(kind.__name__, bases, {"__slots__": slots, **copied, **users}))
         object.__setattr__(clone, "__dict__", vars(loader))
         for slot, value in zip(slots, (open, loader), strict=True):
             object.__setattr__(clone, slot, value)
     except (TypeError, AttributeError):
         return None
     return cast(object, clone)
+
+
+def _of_the_original(name: str) -> property:
+    """An attribute that the class of a loader keeps in ``__slots__``, which a clone cannot share."""
+    return property(
+        lambda clone: getattr(clone._lt_zero_original, name),
+        lambda clone, value: setattr(clone._lt_zero_original, name, value),
+        lambda clone: delattr(clone._lt_zero_original, name),
+    )
 
 
 @dataclass(frozen=True)
@@ -591,8 +613,6 @@ class LoaderPosition:
         self.start: RandomStates | None = None  # at the start of the pass
         self.own = OwnState(loader, self.stateful)
         self.own_start: dict[str, Any] = {}  # at the start of the pass
-        # What checkpoints leave out, as it never changed. Lightning's saves ask the loader, which may open its sampler.
-        self._untouched = self.own.take(everything=True) if self.stateful else {}
         self._openings = Openings(loader, self.own) if self.stateful else None
         self.epochs: dict[str, int] = {}  # at the start of the pass
         self.fetched = 0  # batches in the pass
@@ -618,6 +638,22 @@ class LoaderPosition:
         self._set_up = True
         feed.opening(self)
         return LazyIterator(self._begin, *(partial(tell, self) for tell in (feed.fetching, feed.fetched, feed.ended)))
+
+    def ask(self) -> Any:
+        """The state of a loader that resumes by itself, for Lightning's part of a checkpoint.
+
+        Before its first pass such a loader may begin one when it is asked, and draw an order for it. So a copy is asked
+        then, and what that changes is put back.
+        """
+        if not self._feed.live or self.openings > 0:
+            return self.loader.state_dict()
+        states = RandomStates.now()
+        own = self.own.take(long=True)
+        try:
+            return copy.copy(self.loader).state_dict()
+        finally:
+            self.own.set(own)
+            states.apply()
 
     def _begin(self) -> Iterator[Any]:
         """The iterator of a new pass, or of the restored one."""
@@ -675,12 +711,10 @@ class LoaderPosition:
         if complete and state is None and self.stateful and self.openings > 0:  # else asking would begin a pass
             state = _copied(self.loader.state_dict())
         inside = goes_on and self.fetched > 0 and not self.exhausted
-        # Before its first pass, a save of Lightning may have opened the sampler of such a loader: a resume begins anew.
-        unopened = self.stateful and self.openings == 0
         return LoaderPlace(
             start=self.start,
             own=self.own_start,
-            own_now=self.own.take(inside, known=goes_on and self.exhausted) if complete and not unopened else {},
+            own_now=self.own.take(inside, known=goes_on and self.exhausted) if complete else {},
             epochs=self.epochs,
             epochs_now=self._epochs.state_dict(),
             fetched=self.fetched,
@@ -693,6 +727,13 @@ class LoaderPosition:
             opening=self._openings.last if self._openings is not None else None,
             witness=self.witness,
         )
+
+    def saved(self, place: LoaderPlace) -> LoaderPlace:
+        """A place of this loader with the private state that a checkpoint needs."""
+        opening = place.opening
+        own, own_now, opened = self.own.needed(place.own, place.own_now, opening.own if opening is not None else {})
+        opening = opening._replace(own=opened) if opening is not None else None
+        return replace(place, own=own, own_now=own_now, opening=opening)
 
     def resume(self, place: LoaderPlace, new_epoch: bool) -> None:
         """Make the next pass begin at ``place``, or a new epoch after it; changes the random states."""
@@ -718,8 +759,9 @@ class LoaderPosition:
         if self.stateful and state is not None:
             # The state is of a pass that was left: the next one begins after it.
             restored = self._load(state)
+            untouched = self.own.take(long=True)
             self.make()
-            self.own.set({**self._untouched, **restored})  # the sampler was opened
+            self.own.set(untouched)  # the sampler was opened
             own_now = {path: value for path, value in own_now.items() if path not in restored}
         self._epochs.restore(place.epochs_now)  # may seed generators anew
         self.own.set(own_now)
@@ -731,15 +773,14 @@ class LoaderPosition:
         assert place.start is not None
         assert self.make is not None
         self.start = place.start
-        self.own_start = place.own
         self.epochs = place.epochs
         self.fetched = count
         self.witness = place.witness
         # Lightning sets the epoch after it reads ahead, and counts an epoch that max_steps ended.
         self._epochs.restore(place.epochs)
         if self._openings is not None and state is not None:
-            self.own.set(self._untouched)
             self.own.set(place.own)
+            self.own_start = self.own.take()
             place.start.apply()
             restored = self._load(state)
             opening = place.opening.without(restored) if place.opening is not None else None
@@ -748,15 +789,15 @@ class LoaderPosition:
             batches = self._repeat(place, count)
         self._epochs.restore(place.epochs_now)
         # A loader that resumes by itself may draw the order as late as with its first batch.
-        self.own.set(place.own_now, samples_only=self.stateful)
+        self.own.set(place.own_now, only="samples" if self.stateful else None)
         self._resumed.append(self._or_next_pass(batches) if self.cycled else batches)
 
     def _load(self, state: Any) -> dict[str, Any]:
         """Give a loader that resumes by itself its state; returns the private state that it has restored by that."""
-        before = self.own.take(everything=True)
+        before = self.own.take(long=True)
         self.loader.load_state_dict(copy.deepcopy(state))
         self._loaded = state
-        after = self.own.take(everything=True)
+        after = self.own.take(long=True)
         return {path: value for path, value in after.items() if not same_states(before.get(path), value)}
 
     def _or_next_pass(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -788,6 +829,7 @@ class LoaderPosition:
         witness = place.witness if place.unit == self.unit else None
         for state_dicts in (False, True):
             self.own.set(place.own, state_dicts=state_dicts)
+            self.own_start = self.own.take()
             place.start.apply()
             batches, same = self._skip(count, witness)
             if self.own.agrees(place.own_now):
@@ -863,7 +905,7 @@ class Feed:
         if self._read:
             self._read, self.positions, self.untracked = False, [], []
         position = LoaderPosition(self, untracked(loader), world)
-        clone = tracked(position.loader, position.open)
+        clone = tracked(position.loader, position.open, position.ask)
         if clone is None:
             self.untracked.append(_name(position.loader))
             return loader
