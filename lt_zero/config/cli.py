@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path as File
 from typing import Annotated, Any
@@ -17,10 +18,13 @@ from lt_zero.common.output import printable
 from lt_zero.config import catalog
 from lt_zero.config.applicability import Face, refused, without_effect
 from lt_zero.config.document import HIDDEN, MISSING, Document, leaves, masked, without_told
+from lt_zero.config.fsdp import added, converted, is_for_fsdp, verdicts
 from lt_zero.config.keys import AUTO, NO_EFFECT, lookup
 from lt_zero.config.load import Loaded, ZeroConfig, examine, plain, resolved
+from lt_zero.config.read import parsed
 from lt_zero.config.rules import switched_off
 
+_SECRET = "???"  # in place of its value
 _WIDE = 16  # width of the column of values; longer values shift only their own line
 
 config_command = typer.Typer(
@@ -77,14 +81,22 @@ def convert(
     stage: Stage = None,
     out: Annotated[File | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
 ) -> None:
-    """Write the configuration as YAML with current keys, without keys that have no effect."""
-    text = clean(_read(file, overrides, stage))
+    """Write the configuration as YAML with current keys, without keys that have no effect; as JSON to a file .json.
+
+    FILE may be for FSDP: of accelerate config, axolotl, transformers or LightningCLI. Each of its keys gets a verdict.
+    """
+    as_json = out is not None and out.suffix.lower() in (".json", ".jsonc")
+    comments, loaded = _converted(file, overrides, stage)
+    values = _written(loaded)
+    text = json.dumps(scalars(values), indent=2) + "\n" if as_json else "\n".join([*comments, to_yaml(values)])
     if out is None:
         print(printable(text))
-    elif out.exists():
+        return
+    if out.exists():
         raise _stopped(f"{out} exists. Remove it, or name another file.")
-    else:
-        out.write_text(text, encoding="utf-8")
+    if as_json:
+        print(printable("\n".join(comments)))
+    out.write_text(text, encoding="utf-8")
 
 
 @config_command.command(epilog="Example: lt-zero config explain reduce_bucket_size")
@@ -154,6 +166,21 @@ def _read(file: File, overrides: list[str] | None, stage: int | None, must_work:
         raise _stopped(str(error)) from None
 
 
+def _converted(file: File, overrides: list[str] | None, stage: int | None) -> tuple[list[str], Loaded]:
+    """Comments on the changes of a file, and the result."""
+    try:
+        values = parsed(file).values
+        if not is_for_fsdp(values):
+            loaded = _read(file, overrides, stage)
+            return _changes(loaded), loaded
+        found = verdicts(values)
+        loaded = examine(converted(values, found), stage, overrides or ())
+        loaded.usable()
+    except ConfigError as error:
+        raise _stopped(str(error)) from None
+    return [f"# {line}" for line in (*found, *added(values))], loaded
+
+
 def _stopped(message: str) -> typer.Exit:
     Console(stderr=True).print(escape(message), style="red", soft_wrap=True)
     return typer.Exit(1)
@@ -177,12 +204,21 @@ def to_yaml(values: Mapping[str, Any]) -> str:
 
 def clean(loaded: Loaded) -> str:
     """The written keys as YAML with current spellings, preceded by comments on the changes."""
-    assert loaded.config is not None
+    return "\n".join([*_changes(loaded), to_yaml(_written(loaded))])
+
+
+def _changes(loaded: Loaded) -> list[str]:
     lines = [f"# {notice.message}" for notice in loaded.notices if notice.kind in ("alias", "no effect")]
-    values = masked(plain(loaded.config), loaded.secret, to_give := "???")
-    if to_give in (leaf for _, leaf in leaves(values)):
-        lines.append(f"# {to_give}: a secret, or from an environment variable; write ${{oc.env:NAME}} for it")
-    return "\n".join([*lines, to_yaml(values)])
+    if _SECRET in (leaf for _, leaf in leaves(_written(loaded))):
+        lines.append(f"# {_SECRET}: a secret, or from an environment variable; write ${{oc.env:NAME}} for it")
+    return lines
+
+
+def _written(loaded: Loaded) -> dict[str, Any]:
+    """The written keys with current spellings, without the values of secrets."""
+    assert loaded.config is not None
+    values: dict[str, Any] = masked(plain(loaded.config), loaded.secret, _SECRET)
+    return values
 
 
 def with_origins(loaded: Loaded, everything: bool) -> str:

@@ -35,6 +35,7 @@ from lt_zero.config.document import (
     too_many,
     without_told,
 )
+from lt_zero.config.fsdp import is_for_fsdp
 
 _MOST_BYTES = 1 << 17  # of a file; real ones have a few thousand, and YAML takes a millisecond for ten
 _LONGEST_LINE = 10_000  # characters of a line that a message shows a part of
@@ -51,7 +52,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> Document:
 
     Raises:
         ConfigError: the file is missing, or not text, or not what it should be; with line and column. A key stands
-            twice or is not text. It is base64 text, or a file of ``accelerate config``.
+            twice or is not text. It is base64 text, or a file of ``accelerate config``, or for FSDP.
     """
     document = Document({})
     if isinstance(source, Mapping):
@@ -62,15 +63,21 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> Document:
     elif isinstance(source, str) and source.lstrip().startswith("{"):
         document = parse_json(source, "configuration text")
     elif isinstance(source, (str, os.PathLike)):
-        document = _from_file(os.fsdecode(source))
+        document = parsed(source)
     elif source is not None:
         kind = type(source).__name__
         raise ConfigError(
             f"a configuration is a path, a mapping or None, not {without_told(reprlib.repr(source))} ({kind})"
         )
+    _refuse_fsdp(document)
     _refuse_accelerate(document)
     document.secret |= secrets(document.values)
     return document
+
+
+def parsed(path: str | os.PathLike[str]) -> Document:
+    """The values of a file of any program. Raises as ``read`` for a path."""
+    return _from_file(os.fsdecode(path))
 
 
 # ---- mappings --------------------------------------------------------------------------------------------------------
@@ -521,6 +528,18 @@ _SUFFIXES = {
 
 _ACCELERATE = ("compute_environment", "distributed_type", "main_training_function", "num_machines")
 _ACCELERATE_ZERO = ("zero_stage", "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_config_file")
+
+
+def _refuse_fsdp(document: Document) -> None:
+    """Refuse a file for FSDP; the error says how to convert it."""
+    if not is_for_fsdp(document.values):
+        return
+    of_file = ("distributed_type", "trainer")
+    known = [key for key in document.values if str(key).startswith("fsdp") or key in of_file]
+    key = next(iter(known or document.values))
+    remedy = "`lt-zero config convert FILE --out zero.yaml` writes those of lt_zero, with a verdict on each"
+    document.problem((key,), f"{key}: these are keys for FSDP. {remedy}")
+    document.check()
 
 
 def _refuse_accelerate(document: Document) -> None:

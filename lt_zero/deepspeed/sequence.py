@@ -40,7 +40,7 @@ class SequenceState:
         return self.size
 
     def get_sequence_parallel_rank(self) -> int:
-        """Which part of sequences this rank has; without tensor parallelism neighbours share a sequence."""
+        """Index of this rank's part of sequences; without tensor parallelism neighbours share a sequence."""
         ranks = current()
         return ranks.rank if ranks is not None else rank_and_size()[0] % self.size
 
