@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.matrix import only, only_rows
 from tests.support.pool import Pool
-from tests.support.resumes import CASES, differences, differences_after_a_run, differences_of_a_second_resume
+from tests.support.resumes import (
+    CASES,
+    differences,
+    differences_after_a_run,
+    differences_by_a_save_at_the_start,
+    differences_of_a_second_fit,
+    differences_of_a_second_resume,
+)
 
 POINTS = ["b1", "b2", "b4", "b6", "b9", "b12", "e0", "e1"]
 FAST = {  # the points of the fast suite, by loader
@@ -26,12 +34,19 @@ FAST = {  # the points of the fast suite, by loader
 TWICE = ["shuffled", "three lengths, windows", "stateful, windows", "epoch of a callback", "weighted, windows"]
 TWICE += ["stateful", "stateful, limited", "around, reopened", "counting late, reopened", "opened late"]
 
+SECOND_FITS = ["shuffled", "weighted", "counting", "counting, reopened", "shuffling, reopened"]
+SECOND_FITS += ["stateful", "opened late", "epoch of a callback"]
+
+
+def skip_without_torchdata(name: str) -> None:
+    if "torchdata" in name and importlib.util.find_spec("torchdata") is None:
+        pytest.skip("torchdata is not installed")
+
 
 @pytest.mark.parametrize("name", [name for name in CASES if "workers" not in name])
 @pytest.mark.slow
 def test_every_loader_at_every_point(name: str, pool: Pool, tmp_path: Path) -> None:
-    if "torchdata" in name and importlib.util.find_spec("torchdata") is None:
-        pytest.skip("torchdata is not installed")
+    skip_without_torchdata(name)
     assert pool.run(2, differences, name, POINTS, tmp_path) == [[], []]
 
 
@@ -42,6 +57,31 @@ def test_a_cover_of_them(name: str, pool: Pool, tmp_path: Path) -> None:
 
 def test_a_save_after_a_run(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(2, differences_after_a_run, tmp_path) == [[], []]
+
+
+@pytest.mark.parametrize(
+    "name",
+    only(["drawing, reopened"], ["drawing, reopened", "torchdata, Drawing", "stateful", "stateful stream", "weighted"]),
+)
+def test_a_save_before_the_first_batch_changes_nothing(name: str, pool: Pool, tmp_path: Path) -> None:
+    skip_without_torchdata(name)
+    assert pool.run(2, differences_by_a_save_at_the_start, name, tmp_path) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("name", "points"),
+    only_rows(
+        [("counting", ["b2"])],
+        [
+            (name, ["start", "b1", "b4", "e0"])
+            for name in (*SECOND_FITS, "torchdata, Counting", "torchdata", "torchdata, weighted")
+        ]
+        + [("counting", ["b2"])],
+    ),
+)
+def test_a_second_fit_with_the_same_loaders(name: str, points: list[str], pool: Pool, tmp_path: Path) -> None:
+    skip_without_torchdata(name)
+    assert pool.run(2, differences_of_a_second_fit, name, points, tmp_path) == [[], []]
 
 
 @pytest.mark.slow
@@ -56,6 +96,5 @@ def test_a_second_resume(name: str, pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_workers(name: str, tmp_path: Path) -> None:
     """In this process: those of the pool may not have children."""
-    if "torchdata" in name and importlib.util.find_spec("torchdata") is None:
-        pytest.skip("torchdata is not installed")
+    skip_without_torchdata(name)
     assert not differences(name, POINTS, tmp_path)

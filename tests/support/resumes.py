@@ -255,6 +255,12 @@ class Counting(Sampler[int]):
         return iter(self.order())
 
 
+class CountingInSlots(Counting):
+    """Keeps its count where the attributes of objects do not show it."""
+
+    __slots__ = ("passes",)
+
+
 class CountingLate(Counting):
     """Counts a pass, and draws its order, when the first number is read."""
 
@@ -504,6 +510,8 @@ CASES: dict[str, Case] = {
     "weighted, stateful, own order": Case(
         lambda: weighted(6, kind=Stateful), {**UNSHARDED, "accumulate_grad_batches": 2}
     ),
+    "counting": Case(lambda: sampled(6, Counting), UNSHARDED),
+    "slots": Case(lambda: sampled(6, CountingInSlots)),
     "counting, reopened": Case(lambda: sampled(6, Counting, kind=Reopening)),
     "counting late, reopened": Case(lambda: sampled(6, CountingLate, kind=Reopening), {"accumulate_grad_batches": 4}),
     "drawing, reopened": Case(lambda: sampled(6, Drawing, kind=Reopening), {"accumulate_grad_batches": 2}),
@@ -541,9 +549,15 @@ CASES: dict[str, Case] = {
 }
 
 
-def trained(case: Case, seed: int, ckpt: Path | None = None, *callbacks: pl.Callback) -> tuple[pl.Trainer, Run]:
-    """A run that is over; ``seed`` differs between ranks, as for any program that does not care."""
-    model = case.model(case.make)
+def trained(
+    case: Case, seed: int, ckpt: Path | None = None, *callbacks: pl.Callback, loaders: Any = None
+) -> tuple[pl.Trainer, Run]:
+    """A run that is over; ``seed`` differs between ranks, as for any program that does not care.
+
+    Args:
+        loaders: those of an earlier run; None: new ones.
+    """
+    model = case.model(case.make if loaders is None else lambda: loaders)
     for seeding in (torch.manual_seed, random.seed, np.random.seed):
         seeding(seed + 17 * _rank())
     options = {"max_epochs": 3, "num_sanity_val_steps": 0, "use_distributed_sampler": True, **case.options}
@@ -552,9 +566,11 @@ def trained(case: Case, seed: int, ckpt: Path | None = None, *callbacks: pl.Call
     return trainer, model
 
 
-def fit(case: Case, seed: int, ckpt: Path | None = None, *callbacks: pl.Callback) -> dict[str, Any]:
+def fit(
+    case: Case, seed: int, ckpt: Path | None = None, *callbacks: pl.Callback, loaders: Any = None
+) -> dict[str, Any]:
     """What a run has seen and computed."""
-    trainer, model = trained(case, seed, ckpt, *callbacks)
+    trainer, model = trained(case, seed, ckpt, *callbacks, loaders=loaders)
     return {
         "seen": model.seen,
         "losses": model.losses,
@@ -583,6 +599,35 @@ def differences_after_a_run(folder: Path) -> list[str]:
     trainer, _ = trained(replace(case, options={"max_steps": 8}), 1)
     trainer.save_checkpoint(path, weights_only=False)
     return _different(case, want, fit(case, 2, path), 8, "after a run")
+
+
+class Draws(pl.Callback):
+    """Draws random numbers between the start of training and the first batch."""
+
+    def on_train_epoch_start(self, *args: Any) -> None:
+        torch.rand(3), random.random(), np.random.rand()
+
+
+def differences_by_a_save_at_the_start(name: str, folder: Path) -> list[str]:
+    """What a save before the first batch changes in a run, and what differs in a resume from there."""
+    case, saver = CASES[name], SaveAt(folder, ["start"])
+    want = fit(case, 1, None, Draws())
+    found = _different(case, want, fit(case, 1, None, saver, Draws()), 0, f"{name} with a save at the start")
+    got = fit(case, 2, folder / "start.ckpt", Draws())
+    return found + _different(case, want, got, 0, f"{name} from the start")
+
+
+def differences_of_a_second_fit(name: str, points: Sequence[str], folder: Path) -> list[str]:
+    """What differs in resumes of a second fit, whose loaders an earlier fit has read to the middle of an epoch."""
+    case, saver = CASES[name], SaveAt(folder, points)
+    loaders = case.make()
+    fit(replace(case, options={**case.options, "max_steps": 8}), 5, None, loaders=loaders)
+    want = fit(case, 1, None, saver, loaders=loaders)
+    found = [f"{name}: {point} was not reached" for point in points if point not in saver.batches]
+    for number, (point, batches) in enumerate(saver.batches.items()):
+        got = fit(case, 2 + number, folder / f"{point}.ckpt")
+        found += _different(case, want, got, batches, f"the second fit of {name} at {point}")
+    return found
 
 
 def differences_of_a_second_resume(name: str, point: str, seconds: Sequence[str], folder: Path) -> list[str]:

@@ -37,7 +37,8 @@ def rest_of(trainer: pl.Trainer) -> Rest:
         return "step"
     if epochs.processed == epochs.ready == epochs.completed + 1:
         return "epoch"
-    return "begin" if epochs.started < epochs.ready else "nothing"
+    begins = epochs.started < epochs.ready or epochs.ready == 0  # in its hooks, or before those of the first one
+    return "begin" if begins else "nothing"
 
 
 def correct_counters(trainer: pl.Trainer, state: dict[str, Any]) -> None:
