@@ -174,6 +174,7 @@ def _fabric() -> None:
 def test_a_task_of_several_does_not_train_alone(
     monkeypatch: pytest.MonkeyPatch, start: Any, variables: dict[str, str]
 ) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)  # Lightning sets it in this process
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=r"has started 2 tasks, of which this is number 1.*LT_ZERO_ALONE=1"):

@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
 
 from lt_zero.comm import questions
 from lt_zero.comm.questions import pause, read_all
-from tests.comm.test_hang_detection import SavesAlone
 from tests.support.lightning_tools import error_of_fit
 from tests.support.pool import Pool
 
@@ -59,9 +59,18 @@ def test_answers_are_read_in_two_requests_where_a_store_can(kind: str, tmp_path:
     assert read_all(store, []) == []
 
 
+class _SavesAlone(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_rank == 0:
+            trainer.save_checkpoint(self.path)
+
+
 def _saves_alone(path: str) -> str:
     with mock.patch.object(questions, "_RATE", 1e-3):  # the others would ask in an hour
-        return error_of_fit(3, SavesAlone(path))
+        return error_of_fit(3, _SavesAlone(path))
 
 
 def test_the_first_that_asks_finds_a_hang_for_all(pool: Pool, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ class OwnState:
         return taken
 
     def needed(self, *moments: dict[str, Any]) -> list[dict[str, Any]]:
-        """What a checkpoint needs of the states of ``take`` at several moments of a pass.
+        """Return what a checkpoint needs of the states of ``take`` at several moments of a pass.
 
         Counters and orders are left out that are now, and were at all of these moments, as they were first seen.
         """
@@ -321,7 +321,7 @@ def _globals(function: FunctionType) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _values(path: str, owner: Any) -> list[StatePlace]:
-    """What an object holds that may count passes or be an order."""
+    """The values of an object that may count passes or be an order."""
     prefix = f"{path}." if path else ""
     return [
         StatePlace(f"{prefix}{name}", path, owner, key, value, True)
