@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from lt_zero.lightning.data_position.inexact import inexact
 from lt_zero.lightning.data_position.own_state import OwnState, are_states
+from tests.support.public_samplers import Consumed, GoesOn
 
 COUNT = 40
 
@@ -252,3 +254,20 @@ def test_what_was_counted_in_an_earlier_run_is_saved() -> None:
         list(loader)
     second = [OwnState(DataLoader(range(COUNT), sampler=one), stateful=False) for one in (sampler, same, new)]  # type: ignore[arg-type]
     assert [bool(own.needed(own.take())[0]) for own in second] == [True, True, False]
+
+
+def test_a_count_that_the_program_restores_itself_is_put_back_to_the_begin_of_the_pass() -> None:
+    """NeMo makes a sampler with the count of samples of its own checkpoint; the pass up to there is read again."""
+    first, second = (DataLoader(range(COUNT), batch_sampler=Consumed(COUNT, 4, 0, 1, count)) for count in (0, 12))
+    own = OwnState(first, stateful=False)
+    begin = own.take()
+    batches = iter(first)
+    read = [next(batches).tolist() for _ in range(3)]
+    OwnState(second, stateful=False).set(own.needed(begin)[0])
+    assert [batch.tolist() for batch in second][:3] == read
+
+
+def test_a_stream_that_is_kept_in_a_generator_function_is_told() -> None:
+    loader = DataLoader(range(COUNT), sampler=GoesOn(COUNT, 0, 1))
+    reasons = list(inexact(loader, OwnState(loader, stateful=False), stateful=False))
+    assert [reason.startswith("keeps its place in sampler.indices") for reason in reasons] == [True]

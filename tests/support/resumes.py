@@ -24,6 +24,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
 
 from tests.support.progress_tools import WIDTH, Model, new_trainer
+from tests.support.public_samplers import (
+    Balanced,
+    Buckets,
+    Consumed,
+    Endless,
+    Epochs,
+    EpochsWithState,
+    RepeatFactor,
+    Repeats,
+)
 
 BATCH = 2
 
@@ -386,8 +396,9 @@ class SetEpoch(pl.Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         for loader in trainer.fit_loop._combined_loader.flattened:  # type: ignore[union-attr]
-            if hasattr(loader.dataset, "set_epoch"):
-                loader.dataset.set_epoch(trainer.current_epoch)
+            for part in (loader.dataset, getattr(loader, "batch_sampler", None)):
+                if hasattr(part, "set_epoch"):
+                    part.set_epoch(trainer.current_epoch)
 
 
 class SaveAt(pl.Callback):
@@ -441,6 +452,15 @@ def sampled(per_rank: int, sampler: Any, **options: Any) -> DataLoader[Tensor]:
     else:
         given = {"batch_size": BATCH, "sampler": sampler(count)}
     return kind(Rows(count, noise=noise), **given, **options)  # type: ignore[no-any-return]
+
+
+def public(kind: Any, *args: Any, per_rank: int = 6, **options: Any) -> DataLoader[Tensor]:
+    """A loader with a sampler of a public package, which knows ranks itself."""
+    rows = Rows(per_rank * BATCH * _ranks(), noise=options.pop("noise", 0.05))
+    sampler = kind(len(rows), *args, _rank(), _ranks())
+    if args:
+        return DataLoader(rows, batch_sampler=sampler, **options)
+    return DataLoader(rows, batch_size=BATCH, sampler=sampler, **options)
 
 
 def torchdata(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -523,6 +543,25 @@ CASES: dict[str, Case] = {
     "opened late, windows": Case(lambda: stream(6, ByEpoch, Late), {"accumulate_grad_batches": 4}),
     "opened late, max_steps": Case(lambda: stream(6, ByEpoch, Late), {"max_steps": 15, "max_epochs": -1}),
     "batches, reopened": Case(lambda: sampled(6, InBatches, kind=Stateful), UNSHARDED),
+    "endless": Case(lambda: public(Endless), {**UNSHARDED, "limit_train_batches": 6}),
+    "repeat factor": Case(lambda: public(RepeatFactor), {**UNSHARDED, "limit_train_batches": 6}),
+    "consumed": Case(lambda: public(Consumed, BATCH), UNSHARDED),
+    "consumed, windows": Case(lambda: public(Consumed, BATCH), {**UNSHARDED, "accumulate_grad_batches": 4}),
+    "consumed, limited": Case(lambda: public(Consumed, BATCH, per_rank=9), {**UNSHARDED, "limit_train_batches": 6}),
+    "consumed, workers": Case(lambda: public(Consumed, BATCH, num_workers=2, noise=0.0), UNSHARDED),
+    "buckets": Case(lambda: public(Buckets, BATCH, per_rank=8), {**UNSHARDED, "limit_train_batches": 6}),
+    "buckets, windows": Case(
+        lambda: public(Buckets, BATCH, per_rank=8),
+        {**UNSHARDED, "limit_train_batches": 6, "accumulate_grad_batches": 4},
+    ),
+    "repeats": Case(lambda: public(Repeats), UNSHARDED),
+    "balanced": Case(lambda: sampled(6, Balanced)),
+    "balanced, own order": Case(lambda: sampled(6, Balanced), UNSHARDED),
+    "epochs": Case(lambda: Epochs(Rows(6 * BATCH * _ranks()), BATCH, _rank(), _ranks())),
+    "epochs, windows": Case(
+        lambda: Epochs(Rows(6 * BATCH * _ranks()), BATCH, _rank(), _ranks()), {"accumulate_grad_batches": 4}
+    ),
+    "epochs with a state": Case(lambda: EpochsWithState(Rows(6 * BATCH * _ranks()), BATCH, _rank(), _ranks())),
     **{
         f"torchdata, {sampler.__name__}{', workers' if workers else ''}{', own order' if own else ''}": Case(
             partial(torchdata, sampled, 6, sampler, num_workers=workers, noise=0.0 if workers else 0.05),

@@ -75,7 +75,7 @@ from torchmetrics import Metric
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.users_code import warn
-from lt_zero.lightning.data_position.attributes import slots_of
+from lt_zero.lightning.data_position.attributes import attributes_of, slots_of, write
 from lt_zero.lightning.data_position.epochs import Epochs
 from lt_zero.lightning.data_position.inexact import inexact
 from lt_zero.lightning.data_position.iteration import RESTS, correct_counters, do_rest, rest_of
@@ -760,8 +760,12 @@ class LoaderPosition:
             # The state is of a pass that was left: the next one begins after it.
             restored = self._load(state)
             untouched = self.own.take(long=True)
+            counts = _counts(self.loader)
             self.make()
             self.own.set(untouched)  # the sampler was opened
+            for name, count in _counts(self.loader).items():
+                if count > counts.get(name, count):  # of passes: the one that was left is counted already
+                    write(self.loader, name, counts[name])
             own_now = {path: value for path, value in own_now.items() if path not in restored}
         self._epochs.restore(place.epochs_now)  # may seed generators anew
         self.own.set(own_now)
@@ -971,6 +975,11 @@ def _forget_loaded(loader: Any) -> None:
     """
     if any(kind.__module__.startswith("litdata.") for kind in type(loader).__mro__):
         loader.restore = False
+
+
+def _counts(loader: object) -> dict[str, int]:
+    """Numbers that a loader keeps itself."""
+    return {name: value for name, _, value in attributes_of(loader) if type(value) is int}
 
 
 def is_stateful(loader: object) -> bool:
