@@ -169,7 +169,7 @@ def _elements(value: Any) -> Iterator[Any]:
 
 
 def _sample(value: Any) -> Any:
-    """What is compared of a value, as something whose ``repr`` is the same for the same values."""
+    """The compared part of a value, as something whose ``repr`` is the same for the same values."""
     if isinstance(value, (Tensor, np.ndarray)):
         flat = value.reshape(-1)
         return flat[:: max(1, len(flat) // _COMPARED)].tolist()
