@@ -96,7 +96,7 @@ def _as_bytes(value: Any) -> bytes:
 
 
 def _from_rank_0(sent: bytes) -> Any:
-    """What the child of this process has passed to ``_as_bytes``, with all tensors on the CPU."""
+    """The value that the child of this process has passed to ``_as_bytes``, with all tensors on the CPU."""
     # From this process's own child, so that types of the user are safe.
     return torch.load(io.BytesIO(sent), map_location="cpu", weights_only=False)
 
