@@ -294,11 +294,20 @@ _CODED_PARAMETERS = {  # libraries whose parameters hold codes, not values, by t
     "torchao": "torchao (TorchAoConfig, quantize_)",
     "optimum": "quanto (QuantoConfig)",
 }
+_GATHERED_IN_FLOAT8 = "WeightWithDynamicFloat8CastTensor"  # of torchao: it holds values, which FSDP2 gathers as codes
 
 
 def _refuse_coded_modules(module: nn.Module) -> None:
-    """Raise ConfigError for parameters that hold codes of another library: shards would be taken for weights."""
+    """Raise ConfigError for parameters of another library, which hold codes, or are gathered as codes by FSDP2 only."""
     for name, parameter in module.named_parameters():
+        if type(parameter).__name__ == _GATHERED_IN_FLOAT8:
+            raise ConfigError.about(
+                "enable_fsdp_float8_all_gather",
+                f"{name} of {type(module).__name__} is a {_GATHERED_IN_FLOAT8} of torchao: "
+                "enable_fsdp_float8_all_gather=True of its Float8LinearConfig lets FSDP2 gather weights in float8, and "
+                "only FSDP2 knows how. Set enable_fsdp_float8_all_gather=False: the layers compute in float8 all the "
+                "same, and weights are gathered in their own dtype.",
+            )
         libraries = [kind.__module__.partition(".")[0] for kind in type(parameter).__mro__]
         found = next((_CODED_PARAMETERS[library] for library in libraries if library in _CODED_PARAMETERS), None)
         if found is not None:

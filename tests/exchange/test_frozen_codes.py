@@ -238,3 +238,11 @@ def test_codes_of_other_libraries_are_refused_by_name(library: str) -> None:
     model.blocks[0][0].base_layer.weight = kind(torch.zeros(5, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(ConfigError, match=rf"blocks.0.0.base_layer.weight.* Params4bit of {library.partition('.')[0]}"):
         lt_zero.shard(model, config_of(3))
+
+
+def test_weights_that_fsdp2_gathers_in_float8_are_refused_with_the_remedy() -> None:
+    kind = type("WeightWithDynamicFloat8CastTensor", (nn.Parameter,), {"__module__": "torchao.float8.fsdp_utils"})
+    model = net()
+    model.blocks[0][0].base_layer.weight = kind(torch.zeros(5))
+    with pytest.raises(ConfigError, match=r"blocks.0.0.base_layer.weight.* Set enable_fsdp_float8_all_gather=False"):
+        lt_zero.shard(model, config_of(3))
