@@ -7,10 +7,14 @@ Note [Ranks that train alone]
     A shell in an allocation of SLURM has the allocation's variables although only one process runs: only ``srun``
     gives a process a number of its step, shells (``--pty``, job names ``bash`` and ``interactive``) do not count.
     ``srun --mpi=pmi2`` sets the variables of MPI, too, which do not tell where rank 0 is: SLURM's do.
+
+    Kubernetes and SageMaker start one process on each of several hosts and leave the rest to torchrun. Without it each
+    host would train by itself. Lightning is told of them by ``NODE_RANK``.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import zlib
@@ -40,6 +44,15 @@ _MPI_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PBS_JOBI
 _SPECIAL_STEP = 0xFFFFFFF0  # steps of SLURM from here on are shells, batch scripts and others
 _SHELLS = ("bash", "interactive")  # job names
 _PORT = 29500  # torch's
+_KUBEFLOW = "A job of Kubeflow"
+_SAGEMAKER = "SageMaker"
+_NUMBERED = "Who has set RANK and WORLD_SIZE"
+_REMEDIES = {  # of those whose tasks no variable makes ranks
+    _KUBEFLOW: "Start the script with torchrun, which reads the job's variables PET_*: torchrun train.py",
+    _SAGEMAKER: "Start the job with distribution={'torch_distributed': {'enabled': True}}",
+    _NUMBERED: "Start with torchrun (--nnodes=$WORLD_SIZE --node-rank=$RANK); or, if each task has one device, pass "
+    "plugins=[KubeflowEnvironment()], devices=1 and the number of tasks as num_nodes; or set NODE_RANK, or unset RANK",
+}
 
 
 class Tasks(NamedTuple):
@@ -96,14 +109,14 @@ def refuse_alone(world: int) -> None:
     Raises:
         RuntimeError: it has.
     """
-    tasks = started_tasks()
+    tasks = started_tasks() or _of_hosts(os.environ)
     if tasks is None or tasks.world <= world or _may_be_alone():
         return
+    remedy = "Call lt_zero.init_distributed() first, or make the group of all tasks"
     raise RuntimeError(
         f"{tasks.launcher} has started {tasks.world} tasks, of which this is number {tasks.rank}, but its process "
         f"group has {world} rank{'' if world == 1 else 's'}: they would train apart from each other and write the same "
-        "files. Call lt_zero.init_distributed() first, or make the group of all tasks; LT_ZERO_ALONE=1 lets each task "
-        "be a run of its own."
+        f"files. {_REMEDIES.get(tasks.launcher, remedy)}; LT_ZERO_ALONE=1 lets each task be a run of its own."
     )
 
 
@@ -113,7 +126,7 @@ def refuse_own_launcher() -> None:
     Raises:
         RuntimeError: it has.
     """
-    tasks = started_tasks()
+    tasks = started_tasks() or unjoined_tasks()
     if tasks is None or tasks.world == 1 or _may_be_alone():
         return
     remedy = "Install mpi4py, by which Lightning sees them, or start with torchrun"
@@ -122,8 +135,23 @@ def refuse_own_launcher() -> None:
     raise RuntimeError(
         f"{tasks.launcher} has started {tasks.world} tasks, of which this is number {tasks.rank}, and Lightning does "
         "not know: each would start all ranks of a run of its own, and write the same files. "
-        f"{remedy}; LT_ZERO_ALONE=1 lets each task be a run of its own."
+        f"{_REMEDIES.get(tasks.launcher, remedy)}; LT_ZERO_ALONE=1 lets each task be a run of its own."
     )
+
+
+def unjoined_tasks(variables: Mapping[str, str] | None = None) -> Tasks | None:
+    """The tasks that variables tell of and that Lightning does not join: it would start a run in each.
+
+    Args:
+        variables: of the environment; default: of this process.
+    """
+    found = os.environ if variables is None else variables
+    return _of_hosts(found) or _of_numbers(found)
+
+
+def remedy_for(tasks: Tasks) -> str:
+    """Text that says what joins the tasks that ``unjoined_tasks`` has found to one run."""
+    return f"{_REMEDIES[tasks.launcher]}."
 
 
 def _may_be_alone() -> bool:
@@ -188,6 +216,34 @@ def _of_slurm(found: Mapping[str, str]) -> Tasks | None:
     local = _number(found, "SLURM_LOCALID") if "SLURM_LOCALID" in found else None
     address = first_node(nodes) if nodes is not None else None
     return Tasks("SLURM", _number(found, "SLURM_PROCID"), _number(found, size), local, address, port)
+
+
+def _is_told(found: Mapping[str, str]) -> bool:
+    """True if torchrun has started this process, or Lightning is told which rank, or which node, this is."""
+    return any(name in found for name in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"))
+
+
+def _of_hosts(found: Mapping[str, str]) -> Tasks | None:
+    """The hosts on each of which Kubernetes or SageMaker has started one process, without torchrun."""
+    if _is_told(found):
+        return None
+    if "PET_NNODES" in found:
+        most = found["PET_NNODES"].rpartition(":")[2]  # an elastic job has "least:most"
+        rank = found.get("PET_NODE_RANK", found.get("JOB_COMPLETION_INDEX", "0"))
+        if most.isdecimal() and rank.isdecimal():
+            return Tasks(_KUBEFLOW, int(rank), int(most))
+    if "SM_HOSTS" in found:
+        hosts = json.loads(found["SM_HOSTS"])
+        here = found.get("SM_CURRENT_HOST")
+        return Tasks(_SAGEMAKER, hosts.index(here) if here in hosts else 0, len(hosts))
+    return None
+
+
+def _of_numbers(found: Mapping[str, str]) -> Tasks | None:
+    """The tasks that ``RANK`` and ``WORLD_SIZE`` number, as a PyTorchJob's pods; Lightning does not read ``RANK``."""
+    if _is_told(found) or "RANK" not in found or "WORLD_SIZE" not in found:
+        return None
+    return Tasks(_NUMBERED, *_place(found, "RANK", "WORLD_SIZE"))
 
 
 def first_node(nodes: str) -> str:

@@ -37,6 +37,9 @@ SLURM = {
 }
 OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in zip(("RANK", "SIZE", "LOCAL_RANK"), "121", strict=True)}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}
+TRAIN_JOB = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "job-node-0-0.job"}
+SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "SM_NUM_GPUS": "1"}
+PYTORCH_JOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
 
 
@@ -181,6 +184,30 @@ def test_a_task_of_several_does_not_train_alone(
         start()
     monkeypatch.setenv("LT_ZERO_ALONE", "1")
     start()
+
+
+@pytest.mark.parametrize(
+    ("variables", "starts", "remedy"),
+    [
+        (TRAIN_JOB, [_loop, _user_group, _trainer, _fabric], "torchrun train.py"),
+        ({**TRAIN_JOB, "PET_NNODES": "1:2"}, [_trainer], "torchrun train.py"),
+        (SAGEMAKER, [_loop, _user_group, _trainer, _fabric], "'torch_distributed'"),
+        (PYTORCH_JOB, [_trainer, _fabric], r"KubeflowEnvironment\(\)"),
+    ],
+    ids=["TrainJob", "elastic", "SageMaker", "PyTorchJob"],
+)
+def test_a_host_of_several_does_not_train_alone(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], starts: list[Any], remedy: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for start in starts:
+        with pytest.raises(RuntimeError, match=rf"2 tasks, of which this is number 1.*{remedy}.*LT_ZERO_ALONE=1"):
+            start()
+    for name in ("NODE_RANK", "LT_ZERO_ALONE"):  # Lightning is told which node this is, or nobody joins
+        with monkeypatch.context() as told:
+            told.setenv(name, "1")
+            _trainer()
 
 
 def test_a_local_rank_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
