@@ -189,6 +189,23 @@ def _kernels(path: Path) -> Iterator[Row]:
             yield _row(f"{kind} kernels", found, not status.available, remedy[0].upper() + remedy[1:])
 
 
+def _launcher(path: Path) -> Iterator[Row]:
+    from lt_zero.comm.launchers import launched_tasks, remedy_for, unjoined_tasks
+
+    if waiting := unjoined_tasks():
+        found = f"{waiting.launcher} has started {waiting.world} tasks, this is number {waiting.rank}"
+        yield _row("launcher", found, waiting.world > 1, remedy_for(waiting))
+        return
+    tasks = launched_tasks()
+    if tasks is None:
+        yield Row("launcher", "none has started this process")
+        return
+    name = "torchrun, or another that sets RANK" if tasks.launcher == "RANK" else tasks.launcher
+    local = "" if tasks.local_rank is None else f", local rank {tasks.local_rank}"
+    place = f"; rank 0 is on {tasks.address}" if tasks.address else ""
+    yield Row("launcher", f"{name}: rank {tasks.rank} of {tasks.world}{local}{place}")
+
+
 def _memory(path: Path) -> Iterator[Row]:
     import psutil
 
@@ -325,6 +342,7 @@ def _backends(path: Path) -> Iterator[Row]:
 _REQUIRED = (_versions, _backends)  # their rows decide whether training on the CPU works
 PROBES = (
     *_REQUIRED,
+    _launcher,
     _compilers,
     _kernels,
     _memory,

@@ -34,7 +34,7 @@ NATIVE = Status("cpu", True, Path("cpu.so"), "from the cache", "avx512")
 NO_DEVICE = Status("cuda", False, None, "torch sees no CUDA device")
 NAMES = [
     *("lt_zero", "python", "torch", "lightning", "torchmetrics", "omegaconf", "other packages", "NCCL", "gloo"),
-    *("C++ compiler", "nvcc", "instruction sets", "cpu kernels", "cuda kernels", "memory", "cgroup limit"),
+    *("launcher", "C++ compiler", "nvcc", "instruction sets", "cpu kernels", "cuda kernels", "memory", "cgroup limit"),
     *("disk", "tmp folder", "O_DIRECT", "shared memory", "pinned memory"),
     *("file descriptors", "GPUs"),
 ]
@@ -349,6 +349,28 @@ def test_memory_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LT_ZERO_SHARED_MEMORY", "0")
     row = rows(doctor._shared_memory)["shared memory"]
     assert (row.found, "Unset LT_ZERO_SHARED_MEMORY" in row.remedy) == ("off, LT_ZERO_SHARED_MEMORY=0", True)
+
+
+@pytest.mark.parametrize(
+    ("variables", "verdict", "found"),
+    [
+        ({}, "ok", "none has started this process"),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "ok", "SLURM: rank 1 of 2"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "ok", "torchrun, .*: rank 1 of 2, local rank 0"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "limited", "2 tasks, this is number 1"),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "1"}, "limited", "A job of Kubeflow has started 2 tasks"),
+        ({"PET_NNODES": "1"}, "ok", "A job of Kubeflow has started 1 tasks"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "limited", "this probe failed: ValueError: RANK='x'"),
+    ],
+)
+def test_launchers(variables: dict[str, str], verdict: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(doctor, "PROBES", (doctor._launcher,))
+    (row,) = doctor.examine(Path("."))
+    assert row.verdict == verdict
+    assert re.search(found, row.found), row.found
+    assert bool(row.remedy) == (verdict == "limited")
 
 
 @pytest.mark.parametrize(

@@ -294,3 +294,40 @@ def test_a_script_of_two_tasks_is_one_run(kind: str, tmp_path: Path) -> None:
         "RESULT 0 of 2",
         "RESULT 1 of 2",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["srun", "srun torchrun", "TrainJob", "PyTorchJob", "SageMaker"])
+def test_two_hosts_are_one_run(kind: str) -> None:
+    """The variables and commands of docs/clusters.md."""
+    port, processes = str(free_port()), []
+    for rank in range(2):
+        node = str(rank)
+        slurm = {
+            **SLURM,
+            "SLURM_PROCID": node,
+            "SLURM_NODEID": node,
+            "SLURM_LOCALID": "0",
+            "SLURM_NODELIST": "127.0.0.1",
+        }
+        slurm = {**slurm, "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2"}
+        pet = {"PET_NNODES": "2", "PET_NODE_RANK": node, "PET_NPROC_PER_NODE": "1"}
+        pet = {**pet, "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
+        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        sagemaker = {**SAGEMAKER, "SM_CURRENT_HOST": f"algo-{rank + 1}"}
+        options = ["--nnodes", "2", "--nproc_per_node", "1", "--node_rank", node]
+        options += ["--master_addr", "127.0.0.1", "--master_port", port]
+        torchrun, script = ["-m", "torch.distributed.run"], [str(SUPPORT / "cluster_script.py")]
+        variables, arguments = {
+            "srun": ({**slurm, **master}, script),
+            "srun torchrun": (slurm, [*torchrun, *options, *script]),
+            "TrainJob": (pet, [*torchrun, *script]),
+            "PyTorchJob": ({**master, "RANK": node, "WORLD_SIZE": "2"}, [*script, "kubeflow"]),
+            "SageMaker": (sagemaker, [*torchrun, *options, *script]),
+        }[kind]
+        env = environment(**variables)
+        processes.append(subprocess.Popen([sys.executable, *arguments], env=env, stdout=subprocess.PIPE, text=True))
+    printed = [process.communicate(timeout=110)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    found = sorted(line for text in printed for line in text.splitlines() if line.startswith("RESULT"))
+    assert found == ["RESULT 0 of 2 on 0", "RESULT 1 of 2 on 1"]
