@@ -28,11 +28,9 @@ from lt_zero.parallel.sequence.batches import leave_to_user
 
 _ALONG = "zero_optimization.shard_along"
 _TENSOR_RANKS = "_tp_size"  # the mark of ``tp_model_init``
-_TENSOR, _SEQUENCE, _REPLICAS = (
-    "tensor_parallel.autotp_size",
-    "sequence_parallel_size",
-    "zero_optimization.dp_replicate_size",
-)
+_TENSOR = "tensor_parallel.autotp_size"
+_SEQUENCE = "sequence_parallel_size"
+_REPLICAS = "zero_optimization.dp_replicate_size"
 _OF_ACCELERATE = {"tp_size": _TENSOR, "sp_size": _SEQUENCE, "dp_replicate_size": _REPLICAS}
 _engines: list[weakref.ref[TrainingEngine]] = []  # in the order in which they were made
 
@@ -54,6 +52,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         if getattr(given.get("args"), "deepspeed_config", None) is not None:
             given["args"] = copy(given["args"])
             given["args"].deepspeed_config = None
+    elif (config := config_of(given)) is not None:
+        examine(config, for_run=True).usable()  # an error leaves the engines that are in use
     _give_way(given.get("model"))
     given["optimizer"] = unwrapped(given.get("optimizer"))
     adapted = given["mpu"] if isinstance(given.get("mpu"), SequenceState) else None

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import lt_zero
+from lt_zero.common.errors import ConfigError
 from lt_zero.deepspeed.huggingface import clone_tensors_for_torch_save, mark_optimizer
 from tests.support import huggingface_script
 from tests.support.docs_tools import BLOCKS, ROOT
@@ -114,6 +115,7 @@ def _status() -> None:
 def _generation() -> None:
     """What TRL does around the generation of a model at stage 3, and for log-probabilities before training."""
     from lt_zero.deepspeed.engines import initialize
+    from lt_zero.loop.engine import ended
 
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     torch.manual_seed(0)
@@ -122,6 +124,10 @@ def _generation() -> None:
     reference, *_ = initialize(model=model, config={"zero_optimization": zero})
     reference.eval()
     assert torch.equal(reference(batch), wanted)
+    for wrong in ({"stage": 4}, {"stage": 3, "stage3_param_persistence_threshold": -1}):
+        with pytest.raises(ConfigError):
+            initialize(model=model, config={"zero_optimization": wrong})
+        assert reference.engine not in ended, "the engine of before is still in use"
     made = torch.optim.SGD(model.parameters(), 0.1)  # an engine that trains the model takes it
     engine, optimizer, *_ = initialize(model=model, optimizer=made, config={"zero_optimization": zero})
     offload: Any = optimizer.parameter_offload

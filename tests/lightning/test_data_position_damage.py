@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from lt_zero.common.errors import CheckpointError
 from lt_zero.lightning.data_position.inexact import inexact
@@ -198,6 +198,56 @@ def test_a_shuffle_buffer_of_hugging_face_is_told() -> None:
     loader.dataset._ex_iterable = SimpleNamespace(ex_iterables=[SimpleNamespace(ex_iterable=buffer)])  # type: ignore[attr-defined]
     assert any("shuffle buffer" in reason for reason in inexact(loader, OwnState(loader, True), stateful=True))
     assert not any("shuffle buffer" in reason for reason in inexact(loader, OwnState(loader, False), stateful=False))
+
+
+def test_a_data_set_that_only_the_loader_of_litdata_can_ask_is_told() -> None:
+    def state_dict(self: Any, num_samples_yielded: int, num_workers: int) -> dict[str, Any]:
+        return {}
+
+    members = {"__module__": "litdata.streaming.dataset", "state_dict": state_dict}
+    dataset: Any = type("StreamingDataset", (Stream,), members)()
+    loader = Remembering(dataset, batch_size=4)
+    (reason,) = inexact(loader, OwnState(loader, True), stateful=True)
+    assert reason.startswith("cannot tell its state")
+    plain = DataLoader(dataset)
+    assert not list(inexact(plain, OwnState(plain, False), stateful=False))
+
+
+def _webdataset(*stages: Any) -> DataLoader[Any]:
+    """A loader of a data set as webdataset has it: a pipeline of stages, some of which are functions with arguments."""
+    dataset: Any = type("WebDataset", (Stream,), {"__module__": "webdataset.compat"})()
+    dataset.pipeline = [lambda shards: shards, *stages]
+    return DataLoader(dataset)
+
+
+def _stage(kind: str, **attributes: Any) -> Any:
+    made = type(kind, (), {"__module__": "webdataset.stages"})()
+    vars(made).update(attributes)
+    return made
+
+
+def _shuffle(data: Any, bufsize: int) -> None:
+    """Stands for webdataset's function."""
+
+
+_shuffle.__module__ = "webdataset.filters"
+
+
+def test_shuffles_of_webdataset_are_told_and_other_pipelines_are_not() -> None:
+    shards = _stage("SimpleShardList", seed=None)
+    in_order = [shards, _stage("FilterFunction", f=_shuffle, args=(False,), kw={}), _stage("StreamingOpen")]
+    for loader in (_webdataset(*in_order), _webdataset(shards, _stage("FilterFunction", f=len, args=(9,), kw={}))):
+        assert not list(inexact(loader, OwnState(loader, False), stateful=False))
+    for stage in (
+        _stage("SimpleShardList", seed=3.0),
+        _stage("FilterFunction", f=_shuffle, args=(9,), kw={}),
+        _stage("FilterFunction", f=_shuffle, args=(), kw={"bufsize": 9}),
+        _stage("FilterFunction", f=_shuffle, args=(), kw={}),
+        _stage("ResampledShards"),
+    ):
+        loader = _webdataset(*in_order, stage)
+        (reason,) = inexact(loader, OwnState(loader, False), stateful=False)
+        assert reason.startswith("is of webdataset, which shuffles")
 
 
 def test_a_normal_number_that_waits_in_numpy_is_part_of_its_state() -> None:

@@ -396,7 +396,7 @@ class SetEpoch(pl.Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         for loader in trainer.fit_loop._combined_loader.flattened:  # type: ignore[union-attr]
-            for part in (loader.dataset, getattr(loader, "batch_sampler", None)):
+            for part in (getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)):
                 if hasattr(part, "set_epoch"):
                     part.set_epoch(trainer.current_epoch)
 
