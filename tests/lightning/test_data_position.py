@@ -6,7 +6,9 @@ import gc
 import inspect
 import itertools
 import random
+import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from lt_zero.lightning.data_position.position import DataPosition, tracked
 from tests.support.matrix import cover, only, only_rows
@@ -33,6 +35,7 @@ from tests.support.progress_tools import (
     new_loader,
     new_trainer,
 )
+from tests.support.resumes import Stateful, seeded
 
 
 class Takes(Model):
@@ -215,6 +218,51 @@ def test_another_world_size(pool: Pool, before: int, after: int, tmp_path: Path)
         missed = 48 - len(first) - len(rest)
         assert not set(first) & set(rest)
         assert 0 <= missed < 2 * after
+
+
+def _other_ranks(folder: Path, kinds: list[str], resume: bool) -> list[tuple[list[int], list[str]]]:
+    """The numbers of the samples that a rank has seen of each kind of loader, and warnings of the loader."""
+    found = []
+    for kind in kinds:
+        model = Model(OTHER_RANKS[kind])
+        trainer = new_trainer(max_epochs=1, max_steps=99 if resume else 4, use_distributed_sampler=kind != "own order")
+        path = folder / f"{kind}.ckpt"
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            trainer.fit(model, ckpt_path=path if resume else None)
+        if not resume:
+            trainer.save_checkpoint(path, weights_only=False)
+        texts = [str(warning.message) for warning in told if "The training loader" in str(warning.message)]
+        found.append(([round(row[0] * 48) for batch in model.seen for part in batch for row in part], texts))
+    return found
+
+
+OTHER_RANKS: dict[str, Callable[[], Any]] = {
+    "stateful": lambda: Stateful(Noisy(48, 0.0), batch_size=2, shuffle=True),
+    "weighted": lambda: new_loader(
+        Noisy(48, 0.0), batch_size=2, shuffle=None, sampler=RandomSampler(Noisy(48), generator=seeded())
+    ),
+    "in order": lambda: DataLoader(Noisy(48, 0.0), batch_size=2),
+    "stream": lambda: DataLoader(Stream(48), batch_size=2),
+    "own order": lambda: DataLoader(Noisy(48, 0.0), batch_size=2, shuffle=True),
+}
+
+
+@pytest.mark.parametrize(("before", "after"), only_rows([(2, 3)], [(2, 3), (3, 2), (1, 2), (2, 1)]))
+def test_loaders_on_another_number_of_ranks_go_on_or_are_named(
+    pool: Pool, before: int, after: int, tmp_path: Path
+) -> None:
+    kinds = [*OTHER_RANKS]
+    first = pool.run(before, _other_ranks, tmp_path, kinds, False)
+    second = pool.run(after, _other_ranks, tmp_path, kinds, True)
+    # One process orders samples otherwise than Lightning's DistributedSampler, which always shuffles.
+    shared = set[str]() if 1 in (before, after) else {"in order", "stateful", "weighted"}
+    for number, kind in enumerate(kinds):
+        told = second[0][number][1]
+        assert [f"goes on with {after} ranks" in text for text in told] == ([] if kind in shared else [True]), kind
+        seen = [row for rank in first + second for row in rank[number][0]]
+        if kind in shared:
+            assert len(seen) == len(set(seen)) > 48 - 2 * after, kind
 
 
 def test_saved_again_on_another_world_size(pool: Pool, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 from torchmetrics import Metric
 
 from lt_zero.common.errors import CheckpointError
@@ -388,9 +388,12 @@ class DataPosition:
     def _restore_pending(self) -> None:
         """Restore the saved position, without changing the random states."""
         assert self._pending is not None
+        assert self._trainer is not None
         places, self._pending = self._pending, None
         before = RandomStates.now()
         for position, place in zip(self._feed.positions, places, strict=False):
+            if place.fetched and not self._new_epoch and self._trainer.is_global_zero:
+                position.tell_other_ranks(place)
             position.resume(place, self._new_epoch)
         before.apply()
 
@@ -547,6 +550,7 @@ class LoaderPlace:
     state: Any  # of a loader that resumes by itself; None: it has none, or was not asked
     opening: Opening | None  # of the sampler of such a loader
     witness: Witness | None
+    ranks: int | None  # that saw different data; None: not known
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers and tensors, and what the loader's own state has."""
@@ -567,14 +571,16 @@ class LoaderPlace:
             "opening": Opening.of(opening, where) if opening is not None else None,
             "witness": Witness.of(witness, where) if witness is not None else None,
         }
-        return cls(**{**packed, **read})
+        return cls(**{"ranks": None, **packed, **read})
 
     @classmethod
     def faults(cls, packed: Any) -> list[str]:
         """Names of what cannot be read."""
-        # Checkpoints from before there were openings have none.
-        if not isinstance(packed, dict) or {"opening", *packed} != {field.name for field in fields(cls)}:
+        # Checkpoints from before there were openings, or numbers of ranks, have none.
+        if not isinstance(packed, dict) or {"opening", "ranks", *packed} != {field.name for field in fields(cls)}:
             return ["loaders"]
+        if not isinstance(packed.get("ranks"), (int, type(None))):
+            return ["ranks"]
         numbers = [packed[name] for name in ("fetched", "served", "openings", "unit")]
         if not all(isinstance(number, int) and number >= 0 for number in numbers) or packed["unit"] < 1:
             return ["loaders"]
@@ -608,6 +614,7 @@ class LoaderPosition:
         self.stateful = is_stateful(loader)
         sizes = [getattr(x, "batch_size", None) for x in (loader, getattr(loader, "batch_sampler", None))]
         size = next((size for size in sizes if isinstance(size, int) and size > 0), 1)
+        self.ranks = world  # that see different data
         self.unit = world * size  # samples of all ranks in a batch
         self.make: Make | None = None
         self.start: RandomStates | None = None  # at the start of the pass
@@ -726,6 +733,7 @@ class LoaderPosition:
             state=state,
             opening=self._openings.last if self._openings is not None else None,
             witness=self.witness,
+            ranks=self.ranks,
         )
 
     def saved(self, place: LoaderPlace) -> LoaderPlace:
@@ -748,7 +756,7 @@ class LoaderPosition:
             # Start the workers now, so that the pass draws no seed for them.
             self.make()
         self.openings, self.served = min(place.openings, 1), served
-        state = place.state if place.unit == self.unit else None
+        state = place.state if self._is_alike(place) else None
         if not new_epoch and place.cycled:
             self._resumed.append(iter(()))  # shows Lightning's CombinedLoader the end of this loader again
             self.cycled, self.exhausted = True, place.exhausted
@@ -771,6 +779,27 @@ class LoaderPosition:
         self.own.set(own_now)
         if not self.own.agrees(place.own_now):
             self.own.set(place.own_now, state_dicts=True)
+
+    def _is_alike(self, place: LoaderPlace) -> bool:
+        """True if the batches of a rank are those of the run that has saved: ranks and batch size are the same."""
+        return place.unit == self.unit and place.ranks in (None, self.ranks)
+
+    def tell_other_ranks(self, place: LoaderPlace) -> None:
+        """Warn if a run with other ranks, or another batch size, does not go on after the samples that were seen."""
+        before = place.ranks
+        if before in (None, self.ranks):
+            streams = isinstance(getattr(self.loader, "dataset", None), IterableDataset)
+            if place.unit != self.unit and streams and self.loader.num_workers > 0:
+                self._warn(
+                    "goes on with another batch size: its workers share out batches, so that samples of this epoch may "
+                    "be seen twice or not at all"
+                )
+        elif not _is_shared_out(self.loader, min(before, self.ranks)):
+            self._warn(
+                f"goes on with {self.ranks} ranks in an epoch that {before} began, and decides itself which samples a "
+                "rank reads: samples of this epoch may be seen twice or not at all. DistributedSampler shares out one "
+                "order among any number of ranks"
+            )
 
     def _resume_pass(self, place: LoaderPlace, count: int, state: Any) -> None:
         """Restore a pass after its first ``count`` batches."""
@@ -830,7 +859,7 @@ class LoaderPosition:
         """
         assert place.start is not None
         assert self.make is not None
-        witness = place.witness if place.unit == self.unit else None
+        witness = place.witness if self._is_alike(place) else None
         for state_dicts in (False, True):
             self.own.set(place.own, state_dicts=state_dicts)
             self.own_start = self.own.take()
@@ -975,6 +1004,16 @@ def _forget_loaded(loader: Any) -> None:
     """
     if any(kind.__module__.startswith("litdata.") for kind in type(loader).__mro__):
         loader.restore = False
+
+
+def _is_shared_out(loader: object, fewest: int) -> bool:
+    """True if any number of ranks, of at least ``fewest``, shares out one order of a loader's samples."""
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(getattr(loader, "batch_sampler", None), BatchSampler):
+        sampler = loader.batch_sampler.sampler  # type: ignore[attr-defined]
+    if isinstance(sampler, DistributedSampler):
+        return fewest > 1 or not sampler.shuffle
+    return isinstance(sampler, SequentialSampler)  # of one rank
 
 
 def _counts(loader: object) -> dict[str, int]:
