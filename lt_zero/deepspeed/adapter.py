@@ -32,7 +32,10 @@ class UlyssesSPDataLoaderAdapter:
         pad_to_sp_multiple: bool = True,
         pad_token_id: int = 0,
     ) -> None:
-        self.dl, self.sp_rank, self.sp_group, self.device = dl, sp_rank, sp_group, device
+        self.dl = dl
+        self.sp_rank = sp_rank
+        self.sp_group = sp_group
+        self.device = device
         self._size = sp_world_size
         self._rest: Iterator[Mapping[str, Any]] | None = None
 

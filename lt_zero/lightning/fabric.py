@@ -121,7 +121,7 @@ class FabricZeroStrategy(DDPStrategy):
 
     @override
     def __repr__(self) -> str:
-        # Lightning's error for a strategy of the wrong class shows only this text of ours.
+        # Lightning prints this in its error when a strategy is passed to the wrong class, so it names the right one.
         stage = self.config.zero_optimization.stage
         return (
             f"FabricZeroStrategy(stage={stage}), which is for the Fabric of the package lightning; a Trainer takes "

@@ -143,7 +143,7 @@ class ZeroStrategy(RunQueries):
 
     @override
     def __repr__(self) -> str:
-        # Lightning's error for a strategy of the wrong class shows this text, and nothing else of ours.
+        # Lightning prints this in its error when a strategy is passed to the wrong class, so it names the right one.
         return (
             f"ZeroStrategy(stage={self.stage}), which is for the Trainer of the package lightning; Fabric takes "
             f"lt_zero.FabricZeroStrategy(stage={self.stage}), and the package pytorch_lightning takes this one after "

@@ -19,7 +19,9 @@ from lt_zero.parallel.sequence.ranks import whole_sequences
 from tests.support.huggingface_runs import assert_same_weights, run_all
 from tests.support.pool import Pool
 
-BATCH, LENGTH, VOCABULARY = 2, 8, 11
+BATCH = 2
+LENGTH = 8
+VOCABULARY = 11
 
 
 class Net(nn.Module):

@@ -247,7 +247,9 @@ def test_a_stream_that_another_one_reads_is_restored() -> None:
 
 def test_what_was_counted_in_an_earlier_run_is_saved() -> None:
     """In this process nothing has changed since the second run began, but a resumed run begins with a new sampler."""
-    sampler, same, new = Slots(), Replaces(), Slots()
+    sampler = Slots()
+    same = Replaces()
+    new = Slots()
     first = [DataLoader(range(COUNT), sampler=one) for one in (sampler, same)]  # type: ignore[arg-type]
     for loader in first:
         OwnState(loader, stateful=False)

@@ -128,6 +128,17 @@ def test_a_memory_budget_of_one_stage(pool: Pool) -> None:
     assert (0 < first < 3, second) == (True, 0)
 
 
+def _train_alike(run: Any, reference: nn.Module) -> None:
+    """Two steps of a pipeline give the weights of one process."""
+    optimizer = OPTIMIZERS["sgd"](reference.parameters())
+    for step in range(2):
+        run.step(step)
+        reference_step(reference, optimizer, step, 1)
+    weights = all_weights(run.engine)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-6, atol=1e-6, msg=name)
+
+
 def _compiled(stage: int, layers: bool) -> int:
     """The module is compiled, and maybe layers by themselves; returns how many graphs layers have."""
     graphs = list[Any]()
@@ -140,13 +151,7 @@ def _compiled(stage: int, layers: bool) -> int:
     run.model.loss = torch.compile(run.model.loss, backend="eager")  # type: ignore[method-assign]
     for layer in run.model.pipe.layers.values() if layers else ():
         layer.compile(backend=backend)
-    optimizer = OPTIMIZERS["sgd"](reference.parameters())
-    for step in range(2):
-        run.step(step)
-        reference_step(reference, optimizer, step, 1)
-    weights = all_weights(run.engine)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-6, atol=1e-6, msg=name)
+    _train_alike(run, reference)
     return len(graphs)
 
 
@@ -166,13 +171,7 @@ def _configured() -> None:
     blocks = [layer for layer in run.model.pipe.layers.values() if isinstance(layer, Counted)]
     assert blocks
     assert all(map(is_compiled, blocks))
-    optimizer = OPTIMIZERS["sgd"](reference.parameters())
-    for step in range(2):
-        run.step(step)
-        reference_step(reference, optimizer, step, 1)
-    weights = all_weights(run.engine)
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-6, atol=1e-6, msg=name)
+    _train_alike(run, reference)
     uneven = [LayerSpec(Counted), LayerSpec(Counted), LayerSpec(nn.Linear, WIDTH, 500)]
     run = start(Ranks(), 1, "sgd", lambda: uneven, **keys)
     assert any(map(is_compiled, run.model.modules())) == (rank == 0)

@@ -17,7 +17,10 @@ class Endless(Sampler[int]):
     """As detectron2's TrainingSampler: begins the same endless stream with each pass."""
 
     def __init__(self, count: int, rank: int, ranks: int) -> None:
-        self._size, self._seed, self._rank, self._world_size = count, 5, rank, ranks
+        self._size = count
+        self._seed = 5
+        self._rank = rank
+        self._world_size = ranks
 
     def rows(self, generator: torch.Generator) -> Tensor:
         return torch.randperm(self._size, generator=generator)
@@ -62,7 +65,9 @@ class Consumed:
     """
 
     def __init__(self, count: int, batch: int, rank: int, ranks: int, consumed: int = 0) -> None:
-        self.total_samples, self.consumed_samples, self.micro_batch_size = count, consumed, batch
+        self.total_samples = count
+        self.consumed_samples = consumed
+        self.micro_batch_size = batch
         self.data_parallel_rank, self.data_parallel_size = rank, ranks
 
     def __len__(self) -> int:
@@ -83,8 +88,13 @@ class Buckets(Sampler[Any]):
     """As lhotse's DynamicBucketingSampler: its own iterator, with a buffer, that resumes by reading up to its state."""
 
     def __init__(self, count: int, batch: int, rank: int, ranks: int) -> None:
-        self.count, self.batch, self.rank, self.ranks = count, batch, rank, ranks
-        self.epoch, self.given, self._just_restored = 0, 0, False
+        self.count = count
+        self.batch = batch
+        self.rank = rank
+        self.ranks = ranks
+        self.epoch = 0
+        self.given = 0
+        self._just_restored = False
         self.rng: Any = None
         self._batches: Any = None
 
@@ -134,7 +144,10 @@ class Repeats(Sampler[int]):
     """As timm's RepeatAugSampler: is told the epoch, and gives each row several times, on different ranks."""
 
     def __init__(self, count: int, rank: int, ranks: int) -> None:
-        self.count, self.rank, self.ranks, self.epoch = count, rank, ranks, 0
+        self.count = count
+        self.rank = rank
+        self.ranks = ranks
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -168,7 +181,10 @@ class Epochs:
     """As fairseq's EpochBatchIterator: no DataLoader; counts epochs, and shuffles the batches of each by that count."""
 
     def __init__(self, dataset: Any, batch: int, rank: int, ranks: int) -> None:
-        self.dataset, self.epoch, self.rank, self.ranks = dataset, 0, rank, ranks
+        self.dataset = dataset
+        self.epoch = 0
+        self.rank = rank
+        self.ranks = ranks
         self.frozen_batches = tuple(tuple(range(first, first + batch)) for first in range(0, len(dataset), batch))
         self.iterations_in_epoch = 0
 

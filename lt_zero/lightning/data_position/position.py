@@ -789,7 +789,7 @@ class LoaderPosition:
         before = place.ranks
         if before in (None, self.ranks):
             streams = isinstance(getattr(self.loader, "dataset", None), IterableDataset)
-            if place.unit != self.unit and streams and self.loader.num_workers > 0:
+            if place.unit != self.unit and streams and getattr(self.loader, "num_workers", 0) > 0:
                 self._warn(
                     "goes on with another batch size: its workers share out batches, so that samples of this epoch may "
                     "be seen twice or not at all"
