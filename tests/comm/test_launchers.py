@@ -177,7 +177,8 @@ def _fabric() -> None:
 def test_a_task_of_several_does_not_train_alone(
     monkeypatch: pytest.MonkeyPatch, start: Any, variables: dict[str, str]
 ) -> None:
-    monkeypatch.delenv("LOCAL_RANK", raising=False)  # Lightning sets it in this process
+    # With it Lightning takes this process for one that a launcher has started.
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=r"has started 2 tasks, of which this is number 1.*LT_ZERO_ALONE=1"):
@@ -199,6 +200,7 @@ def test_a_task_of_several_does_not_train_alone(
 def test_a_host_of_several_does_not_train_alone(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], starts: list[Any], remedy: str
 ) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     for start in starts:
