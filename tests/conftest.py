@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Workers of xdist send warnings to the first process, which imports the classes of these in a thread for each worker: two
-# that import Lightning at the same time can deadlock, which ends the run.
+# Workers of xdist send warnings to the first process, which imports the classes of these in a thread for each worker.
+# Two that import Lightning at the same time can deadlock, which ends the run.
 import lightning.pytorch  # noqa: F401
 import pytest
 import torch
