@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
 
 from lt_zero.comm import questions
+from lt_zero.comm.hang_detection import HangDetector
 from lt_zero.comm.questions import pause, read_all
-from tests.support.lightning_tools import error_of_fit
+from lt_zero.comm.world import World
+from tests.support.lightning_tools import quick
 from tests.support.pool import Pool
+
+SEVERAL = 4
 
 
 def test_only_the_first_asks_in_each_round_of_a_large_run() -> None:
@@ -59,20 +64,31 @@ def test_answers_are_read_in_two_requests_where_a_store_can(kind: str, tmp_path:
     assert read_all(store, []) == []
 
 
-class _SavesAlone(Callback):
-    def __init__(self, path: str) -> None:
-        self.path = path
+def _late() -> int:
+    """Ranks 0 and 1 wait for the last one, until one of them has looked several times; returns how often this has."""
+    with quick():
+        world = World.join(torch.device("cpu"))
+    assert world.process_group is not None
+    store = dist.PrefixStore("late", world.process_group.get_group_store())  # type: ignore[attr-defined]
+    looks = list[int]()
+    conclude = HangDetector._conclude
 
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_rank == 0:
-            trainer.save_checkpoint(self.path)
+    def counted(detector: HangDetector, *args: Any) -> None:
+        looks.append(1)
+        if len(looks) == SEVERAL:
+            store.set("several", "")
+        conclude(detector, *args)
+
+    # The others would look again in an hour.
+    with mock.patch.object(questions, "_RATE", 1e-3), mock.patch.object(HangDetector, "_conclude", counted):
+        until = time.monotonic() + 30.0
+        while world.rank == 2 and not store.check(["several"]) and time.monotonic() < until:
+            time.sleep(0.05)
+        world.meet("the last one is here")
+    return len(looks)
 
 
-def _saves_alone(path: str) -> str:
-    with mock.patch.object(questions, "_RATE", 1e-3):  # the others would ask in an hour
-        return error_of_fit(3, _SavesAlone(path))
-
-
-def test_the_first_that_asks_finds_a_hang_for_all(pool: Pool, tmp_path: Path) -> None:
-    for message in pool.run(3, _saves_alone, str(tmp_path / "a.ckpt")):
-        assert "`Trainer.save_checkpoint` was called on rank 0" in message
+def test_the_first_that_waits_asks_for_all(pool: Pool) -> None:
+    fewer, more = sorted(pool.run(3, _late)[:2])
+    assert fewer <= 1
+    assert more >= SEVERAL
