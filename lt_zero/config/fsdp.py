@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.config.document import Document
+from lt_zero.config.fsdp_files import strategy_of_lightning
 
 Status = Literal["mapped", "not needed", "elsewhere", "unsupported", "unknown"]
 ZERO = "zero_optimization"
@@ -319,9 +320,6 @@ BLOCK: Mapping[str, Rule] = {
         _elsewhere(_SAME),
     ),
 }
-# Keys of the block that no other program's file has.
-_TELLING = ("sharding_strategy", "reshard_after_forward", "transformer_layer_cls_to_wrap", "cpu_ram_efficient_loading")
-
 # ---- keys around the block -------------------------------------------------------------------------------------------
 
 _LAUNCHER = _elsewhere("of the launcher: torchrun --nnodes, --nproc-per-node, --node-rank, --rdzv-endpoint")
@@ -432,36 +430,10 @@ _FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gra
 # ---- a file ----------------------------------------------------------------------------------------------------------
 
 
-def is_for_fsdp(values: Mapping[str, Any]) -> bool:
-    """True if these are the keys of a file for FSDP."""
-    if ZERO in values or values.get("deepspeed_config"):
-        return False
-    names = {str(key).removeprefix("fsdp_") for key in values}
-    named = bool(values.get("fsdp") or values.get("fsdp_config"))
-    return (
-        named
-        or str(values.get("distributed_type")).upper() == "FSDP"
-        or _lightning(values) is not None
-        or not names.isdisjoint(_TELLING)
-    )
-
-
-def _lightning(values: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The path of the arguments of one of Lightning's strategies; None: there are none."""
-    for path in ((), ("strategy",), ("trainer", "strategy")):
-        node: Any = values
-        for part in path:
-            node = node.get(part) if isinstance(node, Mapping) else None
-        name = str(node.get("class_path", "")).rpartition(".")[2] if isinstance(node, Mapping) else ""
-        if name in ("FSDPStrategy", "ModelParallelStrategy"):
-            return path
-    return None
-
-
 def verdicts(values: Mapping[str, Any]) -> list[Verdict]:
     """The verdict on each key of a file for FSDP, in its order."""
-    if (path := _lightning(values)) is not None:
-        return list(_of_lightning(values, path))
+    if (path := strategy_of_lightning(values)) is not None:
+        return list(_ofstrategy_of_lightning(values, path))
     block = values.get("fsdp_config")
     inner = block if isinstance(block, Mapping) else {}
     accelerate = "distributed_type" in values or "compute_environment" in values
@@ -514,7 +486,7 @@ def _options(value: Any, around: Around) -> Iterator[Verdict]:
         yield _verdict(option, option, _OPTIONS, around, f"fsdp[{number}]", prefix=False)
 
 
-def _of_lightning(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Verdict]:
+def _ofstrategy_of_lightning(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Verdict]:
     """A strategy of Lightning, in a file of LightningCLI or alone; other keys of that file stay."""
     node: Any = values
     for depth, part in enumerate(path):
@@ -539,7 +511,7 @@ def _of_lightning(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[
 
 def _filled(values: Mapping[str, Any]) -> tuple[str, ...]:
     """Keys that are written "auto", which transformers, Accelerate or a Trainer fills."""
-    return _FILLED if _lightning(values) is None and "sharding_strategy" not in values else ()
+    return _FILLED if strategy_of_lightning(values) is None and "sharding_strategy" not in values else ()
 
 
 def added(values: Mapping[str, Any]) -> list[str]:

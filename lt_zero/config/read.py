@@ -35,7 +35,7 @@ from lt_zero.config.document import (
     too_many,
     without_told,
 )
-from lt_zero.config.fsdp import is_for_fsdp
+from lt_zero.config.fsdp_files import is_for_fsdp
 
 _MOST_BYTES = 1 << 17  # of a file; real ones have a few thousand, and YAML takes a millisecond for ten
 _LONGEST_LINE = 10_000  # characters of a line that a message shows a part of
