@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ def mend_gather() -> None:
             dist.all_reduce(summed, group=context.group)
             return None, summed[dist.get_rank(context.group)]
 
-    functional: Any = torch.distributed.nn.functional
+    functional: Any = import_module("torch.distributed.nn.functional")
     functional.all_gather = lambda value, group: Gather.apply(group, value)  # type: ignore[no-untyped-call]
 
 
@@ -142,7 +143,8 @@ def weighted(accelerator: Any, net: Any, batch: dict[str, Any]) -> Any:
         logits=logits, labels=None, shift_labels=labels, vocab_size=logits.shape[-1]
     )
     counted = (labels != -100).sum()
-    gather, group = torch.distributed.nn.functional.all_gather, groups._get_sequence_parallel_group()
+    gather = torch.distributed.nn.functional.all_gather
+    group = groups._get_sequence_parallel_group()
     losses, counts = (torch.stack(list(gather(value, group=group))) for value in (loss, counted))
     return torch.where(counts > 0, losses * counts, 0.0).sum() / counts.sum().clamp(min=1)
 
