@@ -69,7 +69,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 from torchmetrics import Metric
 
 from lt_zero.common.errors import CheckpointError
@@ -1007,13 +1007,14 @@ def _forget_loaded(loader: Any) -> None:
 
 
 def _is_shared_out(loader: object, fewest: int) -> bool:
-    """True if any number of ranks, of at least ``fewest``, shares out one order of a loader's samples."""
+    """True if any number of ranks, of at least ``fewest``, shares out one order of a loader's samples.
+
+    One process has no DistributedSampler. Lightning's, which it adds for training on several ranks, shuffles.
+    """
     sampler = getattr(loader, "sampler", None)
     if isinstance(getattr(loader, "batch_sampler", None), BatchSampler):
         sampler = loader.batch_sampler.sampler  # type: ignore[attr-defined]
-    if isinstance(sampler, DistributedSampler):
-        return fewest > 1 or not sampler.shuffle
-    return isinstance(sampler, SequentialSampler)  # of one rank
+    return isinstance(sampler, DistributedSampler) and (fewest > 1 or not sampler.shuffle)
 
 
 def _counts(loader: object) -> dict[str, int]:
