@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import warnings
 from typing import Any
@@ -207,10 +206,9 @@ def test_fabric_and_a_loop(pool: Pool, stage: int) -> None:
         assert max(errors) <= 2 * _rounding("bf16-mixed")
 
 
-def _global_hooks() -> int:
-    """Their number: engines of other tests may have one."""
-    gc.collect()
-    return len(torch.nn.modules.module._global_forward_pre_hooks)
+def _global_hooks() -> set[int]:
+    """Identify them: engines of other tests may have some, and may lose them at any time."""
+    return set(torch.nn.modules.module._global_forward_pre_hooks)
 
 
 def test_calls_that_fail_or_nest_leave_no_autocast() -> None:
@@ -256,7 +254,7 @@ def test_calls_that_fail_or_nest_leave_no_autocast() -> None:
     outer.error = None
     with pytest.raises(RuntimeError, match="BFloat16"):
         outer(ROWS)
-    assert _global_hooks() == before
+    assert _global_hooks() <= before
 
 
 def test_a_recomputation_is_as_its_forward_was() -> None:
