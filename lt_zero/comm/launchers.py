@@ -233,10 +233,24 @@ def _of_hosts(found: Mapping[str, str]) -> Tasks | None:
         if most.isdecimal() and rank.isdecimal():
             return Tasks(_KUBEFLOW, int(rank), int(most))
     if "SM_HOSTS" in found:
-        hosts = json.loads(found["SM_HOSTS"])
+        hosts = _hosts_of_sagemaker(found["SM_HOSTS"])
         here = found.get("SM_CURRENT_HOST")
         return Tasks(_SAGEMAKER, hosts.index(here) if here in hosts else 0, len(hosts))
     return None
+
+
+def _hosts_of_sagemaker(text: str) -> list[str]:
+    """The names in ``SM_HOSTS``."""
+    try:
+        hosts = json.loads(text)
+    except (ValueError, RecursionError):
+        hosts = None
+    if isinstance(hosts, list) and hosts and all(isinstance(host, str) for host in hosts):
+        return hosts
+    raise ValueError(
+        f"SM_HOSTS={text[:100]!r}: SageMaker writes the names of its hosts there, as a JSON list. Unset it, or correct "
+        "it."
+    )
 
 
 def _of_numbers(found: Mapping[str, str]) -> Tasks | None:

@@ -20,7 +20,7 @@ from torch import nn
 
 import lt_zero
 from lt_zero import FabricZeroStrategy, ZeroStrategy
-from lt_zero.comm.launchers import first_node, launched_tasks
+from lt_zero.comm.launchers import first_node, launched_tasks, unjoined_tasks
 from tests.support.launchers import environment, free_port
 from tests.support.paths import SUPPORT
 from tests.support.pool import Pool
@@ -97,6 +97,12 @@ def test_first_node(nodes: str, first: str) -> None:
 def test_variables_that_cannot_be(variables: dict[str, str], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         launched_tasks(variables)
+
+
+@pytest.mark.parametrize("hosts", ["algo-1", "[]", "2", '{"a": 1}', "[1, 2]", "[" * 100_000])
+def test_a_list_of_hosts_that_cannot_be(hosts: str) -> None:
+    with pytest.raises(ValueError, match="SM_HOSTS=.*as a JSON list"):
+        unjoined_tasks({**SAGEMAKER, "SM_HOSTS": hosts})
 
 
 # ---- a group of all tasks --------------------------------------------------------------------------------------------
