@@ -92,6 +92,18 @@ def test_a_killed_worker_and_a_new_script_go_on_from_the_last_checkpoint(cluster
 
 
 @pytest.mark.slow
+def test_rays_own_callback_reports_from_one_host(cluster: None, tmp_path: Path) -> None:
+    from lt_zero.ray import location_of
+
+    storage = tmp_path / "storage"
+    result = ray_runs.fit(ray_runs.reported_by_ray, {"folder": str(tmp_path)}, storage, placement="STRICT_PACK")
+    trained = torch.load(tmp_path / "weights.pt")
+    check(trained, alone("adam"))
+    loaded = lt_zero.load_from_checkpoint(Model, location_of(result.checkpoint), optimizer="adam")
+    check(dict(loaded.state_dict()), trained)
+
+
+@pytest.mark.slow
 def test_what_cannot_be_saved_is_refused_before_the_first_batch(cluster: None, tmp_path: Path) -> None:
     ray_runs.fit(ray_runs.refused, {"folder": str(tmp_path)}, tmp_path / "storage")
     first, second = (json.loads((tmp_path / f"told-{rank}").read_text(encoding="utf-8")) for rank in range(2))
@@ -99,6 +111,7 @@ def test_what_cannot_be_saved_is_refused_before_the_first_batch(cluster: None, t
         assert "the strategy is RayDDPStrategy" in told["other strategy"]
         assert "RayTrainReportCallback saves to a folder of one host" in told["callback of Ray"]
         assert "are on 2 hosts" in told["callback of Ray"]
+        assert "Start the training function with ray.train.torch.TorchTrainer" in told["no group"]
     assert "storage_path='/not/mounted'" in second["storage"]
     assert "rank 1 does not see /not/mounted/run" in second["storage"]
     assert "Rank 1 ended with ValueError: RunConfig(storage_path" in first["storage"]

@@ -50,12 +50,14 @@ def cluster() -> Iterator[None]:
             nodes.shutdown()
 
 
-def fit(function: Any, config: dict[str, Any], storage: Path, workers: int = 2, **run: Any) -> Any:
-    """Ray's result of a training function on workers, which are spread over the nodes."""
+def fit(
+    function: Any, config: dict[str, Any], storage: Path, workers: int = 2, placement: str = "SPREAD", **run: Any
+) -> Any:
+    """Ray's result of a training function on workers, which are spread over the nodes unless ``placement`` differs."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    scaling = ScalingConfig(num_workers=workers, placement_strategy="SPREAD")
+    scaling = ScalingConfig(num_workers=workers, placement_strategy=placement)
     run_config = RunConfig(name="run", storage_path=str(storage), **run)
     return TorchTrainer(function, train_loop_config=config, scaling_config=scaling, run_config=run_config).fit()
 
@@ -159,6 +161,16 @@ def restarted(config: dict[str, Any]) -> None:
     _save(trainer, folder / "weights.pt")
 
 
+def reported_by_ray(config: dict[str, Any]) -> None:
+    """Train with Ray's own callback; rank 0 saves the weights to the folder."""
+    from ray.train.lightning import RayTrainReportCallback
+
+    trainer = trainer_of(3, callbacks=[RayTrainReportCallback()])
+    trainer.fit(Model("adam"), batches(trainer.global_rank, trainer.world_size))
+    assert len(trainer.strategy.session.world.nodes) == 1
+    _save(trainer, Path(config["folder"], "weights.pt"))
+
+
 def refused(config: dict[str, Any]) -> None:
     """Each rank writes the errors of fits that cannot report checkpoints to the folder."""
     import ray.train
@@ -183,5 +195,11 @@ def refused(config: dict[str, Any]) -> None:
     context = ray.train.get_context()
     if context.get_world_rank() == 1:  # as on a host where it is not mounted
         context.get_storage().storage_fs_path = "/not/mounted"
+    with mock.patch.dict(os.environ):
+        del os.environ["LOCAL_RANK"]
+        try:
+            trainer_of(3)
+        except RuntimeError as raised:
+            told["no group"] = str(raised)
     told["storage"] = error(trainer_of(3, callbacks=[RayZeroReportCallback()]))
     Path(config["folder"], f"told-{context.get_world_rank()}").write_text(json.dumps(told), encoding="utf-8")
