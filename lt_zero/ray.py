@@ -175,6 +175,7 @@ class RayZeroReportCallback(pl.Callback):
         values = {name: value.item() for name, value in trainer.callback_metrics.items() if isinstance(value, Tensor)}
         storage = ray.train.get_context().get_storage()
         folder = f"{storage.experiment_fs_path}/checkpoint_epoch={epoch}-step={step}"
+        folder = trainer.strategy.broadcast(_free(folder, storage.storage_filesystem) if trainer.is_global_zero else "")
         checkpoint = ray.train.Checkpoint(folder, storage.storage_filesystem)
         trainer.save_checkpoint(location_of(checkpoint), weights_only=False)
         self._reported = step
@@ -225,6 +226,18 @@ def location_of(checkpoint: Any) -> str:
             f"{', '.join(f'{scheme}://' for scheme in _SCHEMES.values())}."
         )
     return f"{_SCHEMES[kind]}://{place}"
+
+
+def _free(folder: str, filesystem: Any) -> str:
+    """``folder``, with a version if it has a checkpoint: of a run from the start under the name of an earlier one.
+
+    Ray knows each of its checkpoints by the path. What a killed save has left is no checkpoint, and is written over.
+    """
+    name, version = folder, 0
+    while filesystem.get_file_info(f"{name}/{CHECKPOINT_NAME}").type != pyarrow.fs.FileType.NotFound:
+        version += 1
+        name = f"{folder}-v{version}"
+    return name
 
 
 def _check_storage() -> None:

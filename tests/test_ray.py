@@ -92,6 +92,17 @@ def test_a_killed_worker_and_a_new_script_go_on_from_the_last_checkpoint(cluster
 
 
 @pytest.mark.slow
+def test_a_run_from_the_start_keeps_the_checkpoints_of_an_earlier_one(cluster: None, tmp_path: Path) -> None:
+    result = ray_runs.fit(ray_runs.from_the_start, {}, tmp_path)
+    names = [Path(checkpoint.path).name for checkpoint, _ in result.best_checkpoints]
+    first = ["checkpoint_epoch=0-step=2", "checkpoint_epoch=1-step=4"]
+    assert names == [*first, *(f"{name}-v1" for name in first)]
+    for checkpoint, metrics in result.best_checkpoints:
+        assert Path(checkpoint.path, "checkpoint.ckpt", "manifest.json").exists()
+        assert metrics["step"] == int(checkpoint.path.partition("step=")[2][0])
+
+
+@pytest.mark.slow
 def test_rays_own_callback_reports_from_one_host(cluster: None, tmp_path: Path) -> None:
     from lt_zero.ray import location_of
 
@@ -112,8 +123,8 @@ def test_what_cannot_be_saved_is_refused_before_the_first_batch(cluster: None, t
         assert "RayTrainReportCallback saves to a folder of one host" in told["callback of Ray"]
         assert "are on 2 hosts" in told["callback of Ray"]
         assert "Start the training function with ray.train.torch.TorchTrainer" in told["no group"]
-    assert "storage_path='/not/mounted'" in second["storage"]
-    assert "rank 1 does not see /not/mounted/run" in second["storage"]
+    assert "storage_path='/proc/unmounted'" in second["storage"]
+    assert "rank 1 does not see /proc/unmounted/run" in second["storage"]
     assert "Rank 1 ended with ValueError: RunConfig(storage_path" in first["storage"]
 
 

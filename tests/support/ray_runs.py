@@ -161,6 +161,15 @@ def restarted(config: dict[str, Any]) -> None:
     _save(trainer, folder / "weights.pt")
 
 
+def from_the_start(config: dict[str, Any]) -> None:
+    """Train the same twice under one name, as a script does that does not ask for the last checkpoint."""
+    from lt_zero.ray import RayZeroReportCallback
+
+    for _ in range(2):
+        trainer = trainer_of(2, callbacks=[RayZeroReportCallback()], max_steps=4)
+        trainer.fit(Model("sgd"), batches(trainer.global_rank, trainer.world_size))
+
+
 def reported_by_ray(config: dict[str, Any]) -> None:
     """Train with Ray's own callback; rank 0 saves the weights to the folder."""
     from ray.train.lightning import RayTrainReportCallback
@@ -194,7 +203,7 @@ def refused(config: dict[str, Any]) -> None:
     }
     context = ray.train.get_context()
     if context.get_world_rank() == 1:  # as on a host where it is not mounted
-        context.get_storage().storage_fs_path = "/not/mounted"
+        context.get_storage().storage_fs_path = "/proc/unmounted"
     with mock.patch.dict(os.environ):
         del os.environ["LOCAL_RANK"]
         try:
