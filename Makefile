@@ -141,10 +141,10 @@ compat: ## Build the wheel with PYTHON, install it into a clean environment, run
 
 PEERS ?= build/peers
 
-compat-peers: ## Run the slow tests of libraries that drive DeepSpeed (transformers, Accelerate, peft, TRL) and of torchao, pinned
+compat-peers: ## Run the slow tests of libraries that drive DeepSpeed (transformers, Accelerate, peft, TRL), of torchao and Ray, pinned
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt -e ".[dev]" -r constraints-peers.txt
-	$(PEERS)/bin/python -m pytest -m slow --timeout 1200 tests/deepspeed tests/regressions/test_torchao.py
+	$(PEERS)/bin/python -m pytest -m slow --timeout 1200 tests/deepspeed tests/regressions/test_torchao.py tests/test_ray.py
 
 DIST := dist
 RELEASE := build/release

@@ -25,9 +25,16 @@ FLOORS = (
     {"build", "zero"},
     {"session"},
     {"lightning", "inference", "loop"},
-    {"__init__", "cli", "deepspeed", "doctor", "sweep", "utils"},
+    {"__init__", "cli", "deepspeed", "doctor", "ray", "sweep", "utils"},
 )
-KNOW_LIGHTNING = {"lightning", "__init__", "cli", "common/compat/of_lightning", "common/compat/of_lightning_loops"}
+KNOW_LIGHTNING = {
+    "lightning",
+    "__init__",
+    "cli",
+    "ray",
+    "common/compat/of_lightning",
+    "common/compat/of_lightning_loops",
+}
 COLLECTIVES = ("comm/", "common/compat", "deepspeed/")  # the last passes torch.distributed on to scripts
 SAVES = "torch.distributed.checkpoint"  # plans over a process group that comm/ makes
 CUT = ("torch.distributed.tensor", "torch.distributed.device_mesh", "torch.distributed.pipelining")
