@@ -259,7 +259,9 @@ def test_the_command_does_not_write_into_its_own_memory(tmp_path: Path, memory: 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("case", ["deepspeed/stage1", "file"])
-def test_other_formats_are_read_from_urls(memory: Any, tmp_path: Path, case: str) -> None:
+def test_other_formats_are_read_from_urls(
+    memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
     if case == "file":
         torch.save({"state_dict": {"a": torch.arange(5.0)}}, tmp_path / "a.ckpt")
         source, url = tmp_path / "a.ckpt", "memory://bucket/a.ckpt"
@@ -268,6 +270,8 @@ def test_other_formats_are_read_from_urls(memory: Any, tmp_path: Path, case: str
         source, url = Path(source_of(case)), "memory://bucket/run"
         memory.put(f"{source}/", "/bucket/run", recursive=True)
         memory.pipe("/bucket/run/global_step99/of_another_step.pt", b"x")
+        enough = memory.du("/bucket/run") - 1  # but for that step
+        monkeypatch.setattr("lt_zero.checkpoint.download.free_bytes", lambda folder: enough)
     one = Archive(import_checkpoint(source, tmp_path / "one"))
     two = Archive(import_checkpoint(url, tmp_path / "two"))
     assert two.manifest.run["imported_from"] == url
