@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.open import open_source, verify
 from lt_zero.cli import app
 from lt_zero.common.errors import CheckpointError
-from tests.support.checkpoint_tools import error_of, train
+from tests.support.checkpoint_tools import error_of, resume, train
 from tests.support.export_tools import Memory, check_equal, layers
 from tests.support.import_tools import source_of
 from tests.support.pool import Pool
@@ -175,7 +174,7 @@ def _without_transactions(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> No
 
 
 def test_an_upload_that_fails_names_the_url(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    export(layers(2), "memory://bucket/hf", shard_size=450)
+    export(layers(3), "memory://bucket/hf", shard_size=450)
     before = set(memory.find("/bucket"))
 
     def full(self: MemoryFile, data: Any) -> int:
@@ -294,6 +293,10 @@ def _from_ranks(folder: str) -> tuple[str, str]:
     trainer = train(3)
     wrong = error_of(trainer.strategy.export, "memory://bucket/model.pt")
     trainer.strategy.export(f"file://{folder}/model.pt", dtype="same")
+    for name in ("saved", "old"):
+        trainer.save_checkpoint(f"file://{folder}/{name}")
+    resume(f"file://{folder}/saved", 3)
+    trainer.strategy.remove_checkpoint(f"file://{folder}/old")
     dist.barrier()
     return wrong, str(sorted(os.listdir(folder)))
 
@@ -301,5 +304,4 @@ def _from_ranks(folder: str) -> tuple[str, str]:
 def test_weights_of_several_ranks(pool: Pool, tmp_path: Path) -> None:
     for wrong, found in pool.run(2, _from_ranks, str(tmp_path)):
         assert "memory://bucket/model.pt is in the memory of rank 0 alone" in wrong
-        assert found == "['model.pt']"
-    shutil.rmtree(tmp_path)
+        assert found == "['model.pt', 'saved']"
