@@ -365,7 +365,7 @@ def _target(
 
 
 def _there(out: Path | str) -> str:
-    """What is at a path or URL.
+    """Find out what is at a path or URL.
 
     Raises:
         CheckpointError: it cannot be a name of a file, or cannot be reached.

@@ -77,8 +77,8 @@ def llamafactory(folder: Path, out: Path, file: Path | None) -> list[str]:
     }
     told |= {} if file is None else {"deepspeed": str(file)}
     out.mkdir()
-    (out / "run.json").write_text(json.dumps(told))
-    return ["llamafactory.launcher", str(out / "run.json")]
+    (out / "run.yaml").write_text(json.dumps(told))  # JSON is YAML
+    return ["llamafactory.launcher", str(out / "run.yaml")]
 
 
 PROGRAMS: dict[str, Callable[[Path, Path, Path | None], list[str]]] = {"swift": swift, "llamafactory": llamafactory}
