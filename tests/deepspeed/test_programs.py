@@ -47,6 +47,8 @@ def swift(folder: Path, out: Path, file: Path | None) -> list[str]:
         "split_dataset_ratio": 0,
         "tuner_type": "full",
         "torch_dtype": "float32",
+        "bf16": False,
+        "fp16": False,
         "attn_impl": "eager",
         "gradient_checkpointing": False,
         "add_version": False,
