@@ -7,7 +7,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-3d test test-slow golden conformance faults lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
-	bench-parallel bench-sequence bench-nodes bench-scale bench-experts gpu compat compat-peers docs release clean
+	bench-parallel bench-sequence bench-nodes bench-scale bench-experts gpu compat compat-peers compat-programs docs release clean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -145,6 +145,12 @@ compat-peers: ## Run the slow tests of libraries that drive DeepSpeed (transform
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt -e ".[dev]" -r constraints-peers.txt
 	$(PEERS)/bin/python -m pytest -m slow --timeout 1200 tests/deepspeed tests/regressions/test_torchao.py tests/test_ray.py
+
+PROGRAMS ?= build/programs
+
+compat-programs: ## Run a tiny training of ms-swift and LLaMA-Factory at stages 2 and 3, each in an environment of its own
+	mkdir -p $(PROGRAMS)
+	tests/support/programs.sh $(PYTHON) $(PROGRAMS)
 
 DIST := dist
 RELEASE := build/release

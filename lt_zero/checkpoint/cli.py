@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lt_zero.checkpoint.export import Format, export
+from lt_zero.checkpoint.native.directory import file_system, is_in_memory
 from lt_zero.checkpoint.open import verify
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.output import printable
@@ -33,8 +35,10 @@ def _reporting() -> Iterator[None]:
 
 
 def export_command(
-    ckpt: Annotated[str, typer.Argument(metavar="CKPT", help="The checkpoint: a file or a folder.")],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The file to write, or the folder for several files.")],
+    ckpt: Annotated[str, typer.Argument(metavar="CKPT", help="The checkpoint: a file or a folder, or its URL.")],
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", help="The file to write, or the folder for several files; or its URL.")
+    ],
     dtype: Annotated[
         str | None,
         Option(help="Dtype of floating-point tensors: fp16 (default), bf16, fp32, fp64, or same: as saved."),
@@ -62,15 +66,27 @@ def export_command(
 ) -> None:
     """Export a checkpoint's weights to files that need no lt_zero. One tensor is in memory at a time."""
     with _reporting():
+        _refuse_memory(out)
         how = (dtype, format, shard_size, training_state, keep_fp32 or (), True, strip_prefix, overwrite)
         files = export(ckpt, out, *how, merge_lora=merge_lora)
-    for file in files:
-        typer.echo(printable(f"{file} ({format_bytes(file.stat().st_size)})"))
+        sizes = [file.stat().st_size if isinstance(file, Path) else file_system(file).size(file) for file in files]
+    for file, size in zip(files, sizes, strict=True):
+        typer.echo(printable(f"{file} ({format_bytes(size)})"))
+
+
+def _refuse_memory(out: str) -> None:
+    """Raise CheckpointError if what the command writes would be gone with its process."""
+    if is_in_memory(out):
+        raise CheckpointError(
+            f"{out} is in the memory of this command, and is lost when it ends. Name a path, or a URL of another kind."
+        )
 
 
 def import_command(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format: a folder or a file.")],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The checkpoint directory to create.")],
+    src: Annotated[
+        str, typer.Argument(metavar="SRC", help="A checkpoint of any format: a folder or a file, or its URL.")
+    ],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The checkpoint directory to create, or its URL.")],
     tag: Annotated[
         str | None, Option(help="Tag of a DeepSpeed directory; default: the one in its file `latest`.")
     ] = None,
@@ -93,6 +109,7 @@ def import_command(
     from lt_zero.checkpoint.import_ import import_checkpoint  # with the engine: half a second
 
     with _reporting():
+        _refuse_memory(out)
         path = import_checkpoint(src, out, tag, True, inert or (), add_prefix, _cuts(cut or ()))
         facts = verify(path)
     typer.echo(printable(f"{path} ({exact_bytes(facts['bytes'])})"))

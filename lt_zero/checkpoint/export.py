@@ -12,7 +12,8 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -22,7 +23,7 @@ import torch
 from lt_zero.checkpoint.cast import Cast, some
 from lt_zero.checkpoint.formats.reading import VERSION
 from lt_zero.checkpoint.lora import LoraScaling, MergedSource
-from lt_zero.checkpoint.native.directory import is_url
+from lt_zero.checkpoint.native.directory import file_system, inside, is_url, plain_path
 from lt_zero.checkpoint.native.torchfile import TensorRecord, TorchFile, Write
 from lt_zero.checkpoint.open import found_at, open_source
 from lt_zero.checkpoint.output import check_space, naming, whole_file, whole_folder
@@ -45,6 +46,7 @@ _SAME = "same"
 _DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
 _STEMS = {"pt": ("pytorch_model", "bin"), "safetensors": ("model", "safetensors")}  # of Hugging Face's shards
 _WEIGHTS = (*_SUFFIXES, ".h5", ".msgpack", ".index.json")  # suffixes that a loader may take for weights
+_NOTHING, _FILE, _FOLDER, _DEVICE = "nothing", "file", "folder", "device"  # what a path can lead to
 _PER_TENSOR = 4096  # maximum bytes that a format adds to a tensor
 # Keys that Lightning omits with `save_weights_only`.
 _TRAINING = ("optimizer_states", "lr_schedulers", "callbacks")
@@ -52,12 +54,20 @@ _OWN = "lt_zero"  # the key that only this package reads
 
 
 class _Target(NamedTuple):
-    """The files that an export writes, and their tensors."""
+    """The files that an export writes.
 
-    path: Path
+    ``path``: of the file or folder, or its URL as text. ``shard_size``: maximum bytes of a file; None: one file.
+    ``earlier``: names of weights in a folder that are to be replaced, their index first.
+    """
+
+    path: Path | str
     format: str
-    shard_size: int | None  # None: one file
-    earlier: list[str]  # weights in a folder that are to be replaced, their index first
+    shard_size: int | None
+    earlier: list[str]
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(os.fspath(self.path).rstrip("/"))
 
 
 def export(
@@ -72,14 +82,14 @@ def export(
     strip_prefix: str | None = None,
     overwrite: bool = False,
     merge_lora: float | str | os.PathLike[str] | None = None,
-) -> list[Path]:
+) -> list[Path] | list[str]:
     """Write the weights of a checkpoint to one file, or to several of limited size. Never leaves partial files.
 
     One warning names the tensors with values that overflow ``dtype``.
 
     Args:
-        checkpoint: an open checkpoint, or its path.
-        out: the file to write, or the folder for several files.
+        checkpoint: an open checkpoint, or its path or URL.
+        out: the file to write, or the folder for several files; or its URL, such as ``s3://bucket/model.safetensors``.
         dtype: of floating-point tensors: fp16, bf16, fp32, fp64 or torch's; "same": each keeps the one in which it was
             saved, that of the master weights. Other tensors keep theirs. Default: fp16; if the run was in fp32 or bf16,
             a warning says what is lost.
@@ -101,23 +111,37 @@ def export(
             without adapters: the path of peft's ``adapter_config.json`` or of its folder, or ``lora_alpha``.
 
     Returns:
-        The files, the index last.
+        The files, the index last: paths, or URLs if ``out`` is one.
 
     Raises:
         ValueError: arguments contradict each other.
         CheckpointError: the checkpoint cannot be read, or the files cannot be written, or the folder has weights;
-            existing files are unchanged.
+            existing files are unchanged, unless the error says otherwise (at a URL; see Note [Uploads]).
     """
     _expect_places(checkpoint, out)
     kind, target = _dtype(dtype), _target(checkpoint, out, format, shard_size, overwrite)
     if training_state or target.format == _UNIVERSAL:
         _check_resumable(target, dtype, strip_prefix, merge_lora is not None)
-    source = _opened(checkpoint, merge_lora)
-    if dtype is None:
+    with _opened(checkpoint, merge_lora, progress) as source:
+        return _export(source, target, kind, keep_fp32, strip_prefix, training_state, progress, dtype is None)
+
+
+def _export(
+    source: CheckpointSource,
+    target: _Target,
+    kind: torch.dtype | None,
+    keep_fp32: Sequence[str],
+    strip_prefix: str | None,
+    training_state: bool,
+    progress: bool,
+    is_default: bool,
+) -> list[Path] | list[str]:
+    """Write an open checkpoint. ``is_default``: nobody has chosen the dtype."""
+    if is_default:
         _warn_of_loss(source)
     if strip_prefix is None and (target.format == "safetensors" or target.shard_size is not None):
         _warn_of_prefix(source.weights)
-    with progress_bar(f"Exporting {target.path.name}", rank=0, in_bytes=True, shown=progress) as work:
+    with progress_bar(f"Exporting {target.name}", rank=0, in_bytes=True, shown=progress) as work:
         cast = Cast(source, kind, keep_fp32, work.advance, strip_prefix or "")
         specs = [*map(cast.spec, cast.names), *(_training_state(source, target.format) if training_state else ())]
         work.total = sum(spec.nbytes for spec in specs)
@@ -126,12 +150,22 @@ def export(
     return files
 
 
+@contextmanager
 def _opened(
-    checkpoint: CheckpointSource | str | os.PathLike[str], merge_lora: float | str | os.PathLike[str] | None
-) -> CheckpointSource:
-    """The checkpoint, open, with its adapters merged if ``merge_lora`` says how they are scaled."""
-    source = open_source(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint
-    return source if merge_lora is None else MergedSource(source, LoraScaling.of(merge_lora))
+    checkpoint: CheckpointSource | str | os.PathLike[str],
+    merge_lora: float | str | os.PathLike[str] | None,
+    progress: bool,
+) -> Iterator[CheckpointSource]:
+    """Context with the checkpoint, open, with its adapters merged if ``merge_lora`` says how they are scaled."""
+    with contextlib.ExitStack() as stack:
+        source = checkpoint
+        if isinstance(source, str | os.PathLike):
+            if is_url(source):
+                from lt_zero.checkpoint.download import local_copy
+
+                source = stack.enter_context(local_copy(source, progress=progress))
+            source = open_source(source)
+        yield source if merge_lora is None else MergedSource(source, LoraScaling.of(merge_lora))
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -184,21 +218,47 @@ def _warn_of_loss(source: CheckpointSource) -> None:
     )
 
 
-def _write(cast: Cast, target: _Target, specs: Sequence[Spec], training_state: bool) -> list[Path]:
+def _write(cast: Cast, target: _Target, specs: Sequence[Spec], training_state: bool) -> list[Path] | list[str]:
     """Write tensors of these ``specs``, after a check of the free space; returns the files."""
     needs = sum(spec.nbytes for spec in specs)
-    folder = target.path if target.shard_size or target.format == _UNIVERSAL else target.path.parent
-    check_space(folder, needs + _PER_TENSOR * (len(cast.weights) + len(specs) + 16))
-    if target.format == _UNIVERSAL:
-        return write_universal(target.path, cast, training_state, target.earlier)
+    path = target.path
+    if isinstance(path, Path):
+        folder = path if target.shard_size or target.format == _UNIVERSAL else path.parent
+        check_space(folder, needs + _PER_TENSOR * (len(cast.weights) + len(specs) + 16))
+        if target.format == _UNIVERSAL:
+            return write_universal(path, cast, training_state, target.earlier)
     if target.shard_size is not None:
-        return _write_folder(cast, target, target.shard_size)
-    with whole_file(target.path, needs) as write:
+        names = _write_folder(cast, target, target.shard_size)
+        return [inside(path, name) for name in names] if isinstance(path, str) else [path / name for name in names]
+    with _whole_file(path, needs) as write:
         if target.format == "ckpt":
             write_ckpt(write, cast, training_state)
         else:
             _WRITERS[target.format](write, cast, list(cast.weights))
-    return [target.path]
+    return [path] if isinstance(path, str) else [path]
+
+
+def _whole_file(path: Path | str, expected: int) -> AbstractContextManager[Write]:
+    """Context that yields a function to write the file at a path, or at a URL, with."""
+    if isinstance(path, Path):
+        return whole_file(path, expected)
+    from lt_zero.checkpoint import upload
+
+    return upload.whole_file(path, expected)
+
+
+@contextmanager
+def _whole_folder(target: _Target, new: Sequence[str]) -> Iterator[Callable[[str, int], AbstractContextManager[Write]]]:
+    """Context for the files ``new`` of a folder, or of its URL: yields ``whole_file`` by name and expected size."""
+    path = target.path
+    if isinstance(path, Path):
+        with whole_folder(path, new, target.earlier) as folder:
+            yield lambda name, expected: whole_file(folder / name, expected)
+        return
+    from lt_zero.checkpoint import upload
+
+    with upload.whole_folder(path, target.earlier) as files:
+        yield lambda name, expected: files.file(inside(path, name), expected)
 
 
 def _training_state(source: CheckpointSource, format: str) -> list[Spec]:
@@ -224,8 +284,8 @@ def _warn_of_prefix(names: Iterable[str]) -> None:
         )
 
 
-def _write_folder(cast: Cast, target: _Target, limit: int) -> list[Path]:
-    """Hugging Face's layout: files of limited size, and an index of the tensors in them."""
+def _write_folder(cast: Cast, target: _Target, limit: int) -> list[str]:
+    """Write Hugging Face's layout: files of limited size, and an index of the tensors in them; returns their names."""
     stem, suffix = _STEMS[target.format]
     shards = plan_shards(cast, limit)
     names = [f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}" for number in range(1, len(shards) + 1)]
@@ -233,17 +293,17 @@ def _write_folder(cast: Cast, target: _Target, limit: int) -> list[Path]:
     if len(shards) == 1:  # Hugging Face's tools expect this name, and no index
         names, index = [f"{stem}.{suffix}"], []
     places: dict[str, str] = {}
-    with whole_folder(target.path, names + index, target.earlier) as folder:
+    with _whole_folder(target, names + index) as opened:
         for name, shard in zip(names, shards, strict=True):
-            with whole_file(folder / name, sum(cast.spec(n).nbytes for n in shard)) as write:
+            with opened(name, sum(cast.spec(n).nbytes for n in shard)) as write:
                 _WRITERS[target.format](write, cast, shard)
             places |= {n: name for n in shard if target.format == "pt" or n not in cast.owner}
         total = sum(cast.spec(name).nbytes for name in cast.names)
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         for name in index:
-            with whole_file(folder / name) as write:
+            with opened(name, 0) as write:
                 write((json.dumps(content, indent=2) + "\n").encode())
-    return [target.path / name for name in names + index]
+    return names + index
 
 
 def _target(
@@ -256,53 +316,100 @@ def _target(
     """Choose the files to write, and check that they replace no others, unless asked to."""
     if format not in get_args(Format):
         raise ValueError(f"format must be one of {', '.join(get_args(Format))}, not {format!r}.")
-    if is_url(place):
-        raise CheckpointError(f"{place} is a URL, and exports are local files. Export to a local path, and copy it.")
-    if not os.fspath(place):
+    named = plain_path(place)
+    if not named or (is_url(named) and not named.partition("://")[2].strip("/")):
         raise ValueError("The place to write to is empty. Name a file, or a folder (the current one is .).")
+    if is_url(named) and format == _UNIVERSAL:
+        raise CheckpointError(
+            f"{named} is a URL, and DeepSpeed reads universal folders from local disks only. Export to a local path, "
+            "and copy it."
+        )
     # Files are written where a link leads, and what the user has named says in which format.
-    out = Path(os.path.realpath(place))
-    name = Path(place).name
-    suffix = Path(place).suffix
-    with naming(out), contextlib.suppress(FileNotFoundError):
-        os.lstat(out)  # a name that cannot be
+    out = named.rstrip("/") if is_url(named) else Path(os.path.realpath(named))
+    there = _there(out)
     limit = None if shard_size is None else parse_bytes(shard_size, "shard_size")
+    suffix = Path(named).suffix
     of_suffix = _SUFFIXES.get(suffix.lower())
-    named = os.fspath(place).endswith(os.sep) or (format == "auto" and not suffix)
-    folder = out.is_dir() or limit is not None or named or format == _UNIVERSAL
+    is_named = named.endswith(os.sep) or (format == "auto" and not suffix)
+    folder = there == _FOLDER or limit is not None or is_named or format == _UNIVERSAL
     if format == _UNIVERSAL and limit is not None:
         raise ValueError(f"format {_UNIVERSAL} has a file for each tensor. Leave out shard_size.")
-    if folder and of_suffix is not None and not out.is_dir():
+    if folder and of_suffix is not None and there != _FOLDER:
         raise ValueError(
-            f"{name!r} has the suffix of a file, but shard_size or a trailing / makes it a folder. Remove the "
-            "suffix, or name a file."
+            f"{Path(named).name!r} has the suffix of a file, but shard_size or a trailing / makes it a folder. Remove "
+            "the suffix, or name a file."
         )
     if format == "auto":
         if not folder and of_suffix is None:
             raise ValueError(
-                f"{name!r} has no suffix that implies a format. Use one of {', '.join(_SUFFIXES)}, or give format."
+                f"{Path(named).name!r} has no suffix that implies a format. Use one of {', '.join(_SUFFIXES)}, or give "
+                "format."
             )
         format = "safetensors" if folder else str(of_suffix)
     if folder and format == "ckpt":
         raise ValueError(
             f"A Lightning checkpoint is one file. Name a file instead of the folder {out}, and leave out shard_size."
         )
-    if isinstance(source, str | os.PathLike) and not is_url(source):
-        saved = Path(os.path.realpath(found_at(source)))
-        if out == saved or saved in out.parents or (out.exists() and saved.exists() and out.samefile(saved)):
-            raise CheckpointError(f"{out} is (in) the checkpoint {saved} itself. Export to another path.")
+    if isinstance(source, str | os.PathLike):
+        _refuse_inside(out, plain_path(source))
     if not folder:
-        if out.exists() and not out.is_file():
+        if there not in (_NOTHING, _FILE):
             raise CheckpointError(f"{out} is a folder or a device, but format {format} is a file. Name a file.")
         return _Target(out, format, None, [])
-    if out.exists() and not out.is_dir():
+    if there not in (_NOTHING, _FOLDER):
         raise CheckpointError(f"{out} is a file, but this export is a folder. Name a folder.")
-    if format == _UNIVERSAL:
+    if isinstance(out, Path) and format == _UNIVERSAL:
         return _Target(out, format, None, earlier_of(out, overwrite))
-    return _Target(out, format, limit or SHARD_SIZE, _earlier(out, format, overwrite) if out.exists() else [])
+    earlier = _earlier(out, format, overwrite) if there == _FOLDER else []
+    return _Target(out, format, limit or SHARD_SIZE, earlier)
 
 
-def _earlier(folder: Path, format: str, overwrite: bool) -> list[str]:
+def _there(out: Path | str) -> str:
+    """Find out what is at a path or URL.
+
+    Raises:
+        CheckpointError: it cannot be a name of a file, or cannot be reached.
+    """
+    if isinstance(out, str):
+        fs = file_system(out)
+        with _reaching(out):
+            return _FOLDER if fs.isdir(out) else _FILE if fs.exists(out) else _NOTHING
+    with naming(out), contextlib.suppress(FileNotFoundError):
+        os.lstat(out)  # a name that cannot be
+    if out.is_dir():
+        return _FOLDER
+    return _FILE if out.is_file() else _DEVICE if out.exists() else _NOTHING
+
+
+@contextmanager
+def _reaching(url: str) -> Iterator[None]:
+    """Context that turns an error of a file system into a CheckpointError that names the URL."""
+    try:
+        yield
+    except Exception as error:  # clients of object stores have exceptions of their own
+        raise CheckpointError(
+            f"{url} cannot be reached: {type(error).__name__}: {error}. Check the address and your credentials, or "
+            "export to a local path, and copy it. Nothing was written."
+        ) from error
+
+
+def _refuse_inside(out: Path | str, source: str) -> None:
+    """Raise CheckpointError if the export would be in the checkpoint itself."""
+    if isinstance(out, str) != is_url(source):
+        return
+    if isinstance(out, str):
+        saved = source.rstrip("/")
+        one, two = file_system(saved), file_system(out)
+        is_in = one == two and f"{two._strip_protocol(out)}/".startswith(f"{one._strip_protocol(saved)}/")
+    else:
+        saved = os.path.realpath(found_at(source))
+        place = Path(saved)
+        is_in = out == place or place in out.parents or (out.exists() and place.exists() and out.samefile(place))
+    if is_in:
+        raise CheckpointError(f"{out} is (in) the checkpoint {saved} itself. Export to another path.")
+
+
+def _earlier(folder: Path | str, format: str, overwrite: bool) -> list[str]:
     """The files of this layout in the folder, its index first, which are to be replaced.
 
     Raises:
@@ -310,8 +417,9 @@ def _earlier(folder: Path, format: str, overwrite: bool) -> list[str]:
     """
     stem, suffix = _STEMS[format]
     pattern = re.compile(rf"{stem}(-\d{{5,}}-of-\d{{5,}})?\.{suffix}(\.index\.json)?")
-    found = sorted(os.listdir(folder), key=lambda name: (not name.endswith(".json"), name))
-    earlier = [name for name in found if pattern.fullmatch(name) and (folder / name).is_file()]
+    files = _files(folder)
+    found = sorted(files, key=lambda name: (not name.endswith(".json"), name))
+    earlier = [name for name in found if pattern.fullmatch(name) and files[name]]
     others = [name for name in found if name not in earlier and name.lower().endswith(_WEIGHTS)]
     if others:
         raise CheckpointError(
@@ -324,6 +432,15 @@ def _earlier(folder: Path, format: str, overwrite: bool) -> list[str]:
             "replace them with --overwrite (overwrite=True)."
         )
     return earlier
+
+
+def _files(folder: Path | str) -> dict[str, bool]:
+    """The names in a folder, or at its URL; True: a file."""
+    if isinstance(folder, Path):
+        return {name: (folder / name).is_file() for name in os.listdir(folder)}
+    with _reaching(folder):
+        listed = file_system(folder).ls(folder, detail=True)
+    return {os.path.basename(entry["name"].rstrip("/")): entry["type"] == "file" for entry in listed}
 
 
 def write_pt(write: Write, cast: Cast, names: Sequence[str]) -> None:

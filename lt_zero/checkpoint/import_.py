@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lt_zero.checkpoint.download import local_copy
 from lt_zero.checkpoint.formats.foreign import ForeignSource, damage
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.directory import PendingDirectory, file_system, is_url
+from lt_zero.checkpoint.native.directory import PendingDirectory, file_system, is_url, plain_path
 from lt_zero.checkpoint.native.load import as_lightning, beginning_of_epoch, loss_scale, number_states, with_names_by
 from lt_zero.checkpoint.native.plain import restore, to_plain
 from lt_zero.checkpoint.native.save import FABRIC, LT_ZERO, Bundle, bundle, write
@@ -49,7 +50,8 @@ def import_checkpoint(
     Warnings name content that cannot be converted, and files without checksums.
 
     Args:
-        source: a checkpoint directory or file of any supported format; see ``open_source``.
+        source: a checkpoint directory or file of any supported format, or its URL; see ``open_source``. What is at a
+            URL is copied into a temporary folder first, unless it is a directory of lt_zero.
         out: the directory to create, or its URL.
         tag: of a DeepSpeed directory; default: the one in its file ``latest``.
         progress: show the progress on stderr.
@@ -70,30 +72,36 @@ def import_checkpoint(
         raise ValueError(
             f"add_prefix={add_prefix!r} does not end with a dot, as the path of a module does: {add_prefix}."
         )
-    target = _target(source, os.fspath(out))
-    opened = open_source(source, tag, inert=inert, cuts=cuts)
-    specs = [spec for name, spec in opened.weights.items() if name not in opened.aliases]
-    for saved in opened.optimizers:
+    path = plain_path(source)
+    target = _target(path, plain_path(out))
+    with local_copy(path, tag, progress) as copy:
+        opened = open_source(copy, tag, inert=inert, cuts=cuts)
+        _convert(opened, path if is_url(path) else os.path.abspath(path), target, progress, add_prefix)
+    return target
+
+
+def _convert(source: CheckpointSource, path: str, target: str, progress: bool, add_prefix: str) -> None:
+    """Verify an open checkpoint, and write the directory ``target``. ``path``: of the source, for messages."""
+    specs = [spec for name, spec in source.weights.items() if name not in source.aliases]
+    for saved in source.optimizers:
         specs += [value for entry in saved.state.values() for value in entry.values() if isinstance(value, Spec)]
     if not is_url(target):
         check_space(Path(target).parent, sum(spec.nbytes + _PER_TENSOR for spec in specs), "import", "")
-    with progress_bar(f"Checking {source}", rank=0, shown=progress):
-        unchecked = opened.verify() if isinstance(opened, Archive | ForeignSource) else None
+    with progress_bar(f"Checking {path}", rank=0, shown=progress):
+        unchecked = source.verify() if isinstance(source, Archive | ForeignSource) else None
     if isinstance(unchecked, list) and unchecked:
         more = f" and {len(unchecked) - _SHOWN} more" if len(unchecked) > _SHOWN else ""
         warn(f"{', '.join(unchecked[:_SHOWN])}{more}: without checksums, so damaged values cannot be detected.")
-    path = os.fspath(source)
     world = World(None, torch.device("cpu"))
     with progress_bar(f"Importing {os.path.basename(target)}", rank=0, in_bytes=True, shown=progress) as work:
         work.total = sum(spec.nbytes for spec in specs)
-        content = _content(opened, target, path if is_url(path) else os.path.abspath(path), world, add_prefix)
+        content = _content(source, target, path, world, add_prefix)
         place = PendingDirectory.make(target)
         try:
             write(content, place, world, None, tick=work.advance)
         except BaseException:
             place.discard()
             raise
-    return target
 
 
 def _target(source: str | os.PathLike[str], out: str) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.export import Format, export
+from lt_zero.checkpoint.native.directory import is_in_memory
 from lt_zero.checkpoint.native.pieces import on_all_ranks
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common import plain_names
@@ -78,6 +79,11 @@ def export_engine(
     """
     refuse_parts(engine, "The export of weights in memory")
     with engine.world.agree("the export", CheckpointError):
+        if engine.world.size > 1 and is_in_memory(path):
+            raise CheckpointError(
+                f"{path} is in the memory of rank 0 alone, and is lost with its process. Export to a file system that "
+                "outlives it."
+            )
         kept = kept_names(engine)
         model = WholeModel(engine)
         if engine.world.rank == 0:

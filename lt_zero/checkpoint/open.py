@@ -34,7 +34,7 @@ from lt_zero.checkpoint.formats.foreign import ForeignSource
 from lt_zero.checkpoint.formats.reading import check_file, opened
 from lt_zero.checkpoint.formats.torch_file import FileSource
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.directory import MANIFEST, file_system, find, inside, is_url, whole_file
+from lt_zero.checkpoint.native.directory import MANIFEST, file_system, find, inside, is_url, plain_path, whole_file
 from lt_zero.checkpoint.source import CheckpointSource
 from lt_zero.comm.world import World
 from lt_zero.common.errors import CheckpointError
@@ -75,6 +75,7 @@ def found_at(path: str | os.PathLike[str], tag: str | None = None) -> str:
 
     ``tag``: which one, where ``path`` is the folder of a loop's checkpoints; default: the one in its file ``latest``.
     """
+    path = plain_path(path)
     found = find(path)
     whole, url = Archive.is_at(found), is_url(path)
     if whole and (url or os.path.isfile(Path(path, MANIFEST))):

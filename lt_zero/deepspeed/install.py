@@ -94,4 +94,18 @@ def as_deepspeed() -> ModuleType:
         )
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+        _forget_without_deepspeed()
     return importlib.import_module(ROOT)
+
+
+def _forget_without_deepspeed() -> None:
+    """Let transformers and Accelerate be imported again if they were loaded with lt_zero, and found no DeepSpeed.
+
+    Lightning imports torchmetrics, and that transformers, which in some versions imports Accelerate; on import this
+    decides for good whether there is a DeepSpeed. What the program itself has imported before lt_zero stays.
+    """
+    utils = sys.modules.get("accelerate.utils")
+    if utils is None or hasattr(utils, "DeepSpeedEngineWrapper") or importlib.import_module("lt_zero")._IMPORTED_BEFORE:
+        return
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("accelerate", "transformers")]:
+        del sys.modules[name]

@@ -36,7 +36,7 @@ from lt_zero.checkpoint.formats.reading import explained
 from lt_zero.checkpoint.last import tell_of_newer
 from lt_zero.checkpoint.live_weights import export_engine, kept_names
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.directory import is_url, remove
+from lt_zero.checkpoint.native.directory import is_url, plain_path, remove
 from lt_zero.checkpoint.native.load import (
     as_lightning,
     check_schedule,
@@ -145,6 +145,7 @@ class CheckpointService:
         Raises:
             CheckpointError: on all ranks; an earlier checkpoint at ``path`` is kept.
         """
+        path = plain_path(path)
         if run.built is None or not run.built.attached or not self._directories:
             self._save_file(run, checkpoint, path, storage_options)
             return
@@ -225,6 +226,7 @@ class CheckpointService:
 
     def remove(self, run: RunSnapshot, path: str) -> None:
         """Remove a checkpoint, after the pending save if any: it may be the last good one."""
+        path = plain_path(path)
         run.session.saver.after_pending(partial(_remove, run, path if is_url(path) else os.path.abspath(path)))
 
     # ---- loading -------------------------------------------------------------------------------------------------
@@ -247,6 +249,7 @@ class CheckpointService:
         Raises:
             CheckpointError: on all ranks.
         """
+        path = plain_path(path)
         # The checkpoint may be the one that is being written in the background.
         self.wait(run)
         self._deferred, self._early = None, {}

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from lt_zero.checkpoint.native.directory import plain_path
 from lt_zero.checkpoint.native.load import engine_of, restore_weights
 from lt_zero.checkpoint.native.save import FABRIC
 from lt_zero.checkpoint.open import load_same
@@ -479,7 +480,7 @@ class FabricZeroStrategy(DDPStrategy):
         world = self.world
         world.roll_call("Fabric.save")  # before the first of Fabric's collectives
         self.precision.loss_scale_controller.read_skip_flag()
-        path = str(self.broadcast(path))
+        path = plain_path(self.broadcast(path))
         self.session.saver.wait(world)
         if not writes_directories(self.config, self.checkpoint_io):
             self._items.write(path, state, storage_options, filter or {})
@@ -520,7 +521,7 @@ class FabricZeroStrategy(DDPStrategy):
         """
         with self._reading.together("FabricZeroStrategy.load_checkpoint"):
             self._reading.roll_call("Fabric.load")
-            return self._load(str(self.broadcast(path)), state, strict, weights_only)
+            return self._load(plain_path(self.broadcast(path)), state, strict, weights_only)
 
     def _load(
         self, path: str, state: nn.Module | Optimizer | dict[str, Any] | None, strict: bool, weights_only: bool | None

@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.directory import is_url
+from lt_zero.checkpoint.native.directory import is_url, plain_path
 from lt_zero.checkpoint.native.load import as_lightning
 from lt_zero.checkpoint.native.plain import has_missing
 from lt_zero.checkpoint.native.save import LT_ZERO
@@ -97,7 +97,8 @@ def open_directory(
     Raises:
         CheckpointError: the checkpoint is damaged; or, ``for_module``, a hyper-parameter has no plain form.
     """
-    if str(path).startswith("http") or not (is_url(path) or os.path.isdir(path)):
+    path = plain_path(path)
+    if path.startswith("http") or not (is_url(path) or os.path.isdir(path)):
         return None
     found = found_at(path)
     if not Archive.is_at(found):

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from typing_extensions import override
 
-from lt_zero.checkpoint.native.directory import inside, is_url
+from lt_zero.checkpoint.native.directory import inside, is_url, plain_path
 from lt_zero.checkpoint.native.load import (
     OnAllRanks,
     as_lightning,
@@ -564,13 +564,11 @@ class TrainingEngine(EngineQueries):
         """
         self.moved.refuse("engine.save_16bit_model")
         with self.world.agree("making the folder", CheckpointError):
-            if is_url(save_dir):
-                raise CheckpointError(f"{save_dir} is a URL, and this file is local. Name a local folder, and copy it.")
-            if self.world.rank == 0:
-                Path(save_dir).mkdir(parents=True, exist_ok=True)
+            if self.world.rank == 0 and not is_url(save_dir):
+                Path(plain_path(save_dir)).mkdir(parents=True, exist_ok=True)
         dtype = torch.bfloat16 if self.bfloat16_enabled() else torch.float16
         self.world.roll_call("save_16bit_model")
-        export_weights(self.engine, Path(save_dir, save_filename), **{"dtype": dtype, **options})
+        export_weights(self.engine, inside(save_dir, save_filename), **{"dtype": dtype, **options})
         return True
 
     save_fp16_model = save_16bit_model

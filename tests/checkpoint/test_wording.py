@@ -99,7 +99,7 @@ def _exported(tmp_path: Path, refused: Callable[..., str], patch: pytest.MonkeyP
         {"out": "model.pt", "dtype": "fp32", "training_state": True},
         {"out": "model.ckpt", "dtype": "fp32", "training_state": True},
         {"out": "/dev/null", "format": "pt"},
-        {"out": "s3://b/out.pt"},
+        {"out": "memory://b/out", "dtype": "fp32", "format": "deepspeed-universal"},
         {"out": "plain"},
     ):
         (tmp_path / "plain").write_text("")

@@ -134,6 +134,30 @@ def test_deepspeed_itself_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> No
         lt_zero.as_deepspeed()
 
 
+@pytest.mark.parametrize(("before", "knows"), [(False, False), (True, False), (False, True)])
+def test_what_torchmetrics_imports_decides_nothing(monkeypatch: pytest.MonkeyPatch, before: bool, knows: bool) -> None:
+    """Lightning imports it, it imports transformers, and that Accelerate, which asks on import for DeepSpeed."""
+    loaded = dict(sys.modules)
+    monkeypatch.setattr(
+        sys, "meta_path", [f for f in sys.meta_path if type(f).__module__ != "lt_zero.deepspeed.install"]
+    )
+    monkeypatch.setattr(lt_zero, "_IMPORTED_BEFORE", frozenset({"transformers"} if before else ()))
+    fakes = {
+        name: ModuleType(name) for name in ("transformers", "transformers.utils", "accelerate", "accelerate.utils")
+    }
+    if knows:
+        fakes["accelerate.utils"].DeepSpeedEngineWrapper = object  # type: ignore[attr-defined]
+    try:
+        sys.modules.update(fakes)
+        lt_zero.as_deepspeed()
+        kept = [name for name in fakes if sys.modules.get(name) is fakes[name]]
+    finally:
+        for name in fakes:
+            sys.modules.pop(name, None)
+        sys.modules.update({name: module for name, module in loaded.items() if name not in sys.modules})
+    assert kept == (list(fakes) if before or knows else [])
+
+
 def test_leaf_modules_are_gathered_as_one_unit(deepspeed: Any) -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 2))
     from deepspeed.utils import (

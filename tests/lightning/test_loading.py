@@ -61,6 +61,7 @@ def test_a_module_is_made_from_a_directory(saved: tuple[Path, dict[str, Any]]) -
     assert_same(_arrays(loaded), want, 0, 0)
     assert (loaded.hparams["rate"], loaded.hparams["world"]) == (0.03, 1)
     assert loaded.again is loaded.temperature
+    assert_same(_arrays(Grouped.load_from_checkpoint(f"file://{folder}/directory", world=1)), want, 0, 0)
     strict = Grouped.load_from_checkpoint(str(folder / "directory"), map_location="cpu", strict=True, weights_only=True)
     assert_same(_arrays(strict), want, 0, 0)
 

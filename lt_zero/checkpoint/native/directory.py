@@ -73,14 +73,33 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return "://" in str(path) and not str(path).startswith("file://")
 
 
+def plain_path(path: str | os.PathLike[str]) -> str:
+    """A path or URL as text; of ``file://`` URLs the local path."""
+    return os.fspath(path).removeprefix("file://")
+
+
 def file_system(url: str) -> Any:
-    """The fsspec file system of a URL.
+    """The fsspec file system of a URL, an instance that others share.
 
     Raises:
         CheckpointError: its protocol is unknown, or needs a package that is not installed; names it.
     """
+    return _file_system(url)
+
+
+def own_file_system(url: str) -> Any:
+    """The same as ``file_system``, but an instance that nobody else has."""
+    return _file_system(url, skip_instance_cache=True)
+
+
+def is_in_memory(path: str | os.PathLike[str]) -> bool:
+    """True if a URL is in the memory of a process (``memory://``), where no other process sees it."""
+    return is_url(path) and isinstance(file_system(str(path)), MemoryFileSystem)
+
+
+def _file_system(url: str, **options: Any) -> Any:
     try:
-        return fsspec.core.url_to_fs(url)[0]
+        return fsspec.core.url_to_fs(url, **options)[0]
     except (ImportError, ValueError) as error:
         protocol = url.partition("://")[0]
         package = str(known_implementations.get(protocol, {}).get("class", "")).partition(".")[0]
@@ -91,7 +110,7 @@ def file_system(url: str) -> Any:
 
 def inside(folder: str | os.PathLike[str], name: str) -> str:
     """The path, or URL, of ``name`` in a folder."""
-    return f"{str(folder).rstrip('/')}/{name}" if is_url(folder) else str(Path(folder, name))
+    return f"{str(folder).rstrip('/')}/{name}" if is_url(folder) else str(Path(plain_path(folder), name))
 
 
 class Chunk(NamedTuple):
@@ -310,7 +329,7 @@ class PendingDirectory:
                 fs.rm(name, recursive=True)
             fs.makedirs(name, exist_ok=True)
             return place
-        path = Path(name).absolute()
+        path = Path(plain_path(name)).absolute()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_dir() and not path.is_symlink() and not _is_ours(path / MANIFEST):
@@ -415,7 +434,7 @@ def _refuse_others(path: str, names: list[str]) -> None:
 
 def remove(path: str | os.PathLike[str]) -> None:
     """Remove a checkpoint directory or file. See Note [Publishing a directory]."""
-    target = gone = Path(path)
+    target = gone = Path(plain_path(path))
     if target.is_dir() and not target.is_symlink():
         gone = staging_path(target, "old")
         os.rename(target, gone)
@@ -426,6 +445,7 @@ def find(path: str | os.PathLike[str]) -> str:
     """The checkpoint that ``path`` refers to: itself, or the checkpoint directory around it."""
     if is_url(path):
         return str(path).rstrip("/")
+    path = plain_path(path)
     target = Path(path).absolute()
     if (target / MANIFEST).is_file():
         return str(target)
@@ -522,7 +542,7 @@ def whole_file(path: str) -> Iterator[str]:
     Raises:
         CheckpointError: an OSError in it; names ``path``.
     """
-    final = Path(path).absolute()
+    final = Path(plain_path(path)).absolute()
     staging: Staging | None = None
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
