@@ -12,6 +12,8 @@ import itertools
 import os
 import random
 import signal
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -258,6 +260,39 @@ class Late(DataLoader[Tensor]):
         self.given, self.restore = state["given"], True
 
 
+class _Counted(Iterator[Any]):
+    __module__ = "torchdata.stand_in"
+
+    def __init__(self, batches: Iterator[Any], given: int) -> None:
+        self._batches = batches
+        self._num_yielded = given
+        for _ in range(given):
+            next(self)
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self._num_yielded += 1
+        return batch
+
+
+class CountingTwice(DataLoader[Tensor]):
+    """A loader as torchdata's of an iterable without a state: what a resumed pass reads again is counted twice."""
+
+    _iterator: Any = None
+    _loaded = 0
+
+    def __iter__(self) -> Any:
+        self._iterator = _Counted(super().__iter__(), self._loaded)
+        self._loaded = 0
+        return self._iterator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"_num_yielded": self._iterator._num_yielded}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loaded = state["_num_yielded"]
+
+
 class Counting(Sampler[int]):
     """Seeds a generator with the number of its pass."""
 
@@ -492,13 +527,20 @@ def huggingface(per_rank: int, shuffled: bool = False, kind: Any = DataLoader) -
 
 
 def write_litdata(folder: Path) -> None:
-    from litdata.streaming import Cache
-
-    cache = Cache(str(folder), chunk_size=3)
-    for number in range(12 * _ranks()):
-        cache[number] = torch.full((WIDTH,), number / 100)
-    cache.done()
-    cache.merge()
+    """In a process of its own, as litdata's writer waits for the files of all ranks."""
+    program = (
+        "import sys, torch\n"
+        "from litdata.streaming import Cache\n"
+        "cache = Cache(sys.argv[1], chunk_size=3)\n"
+        "for number in range(int(sys.argv[2])):\n"
+        f"    cache[number] = torch.full(({WIDTH},), number / 100)\n"
+        "cache.done()\n"
+        "cache.merge()\n"
+    )
+    alone = {
+        key: value for key, value in os.environ.items() if not key.startswith(("RANK", "WORLD", "LOCAL_", "GROUP_"))
+    }
+    subprocess.run([sys.executable, "-c", program, str(folder), str(12 * _ranks())], env=alone, check=True)
 
 
 def litdata(folder: Path, shuffled: bool = False, kind: Any = None, **options: Any) -> Any:
@@ -603,6 +645,7 @@ CASES: dict[str, Case] = {
     "named, reopened": Case(lambda: sampled(6, Named, kind=Reopening), UNSHARDED),
     "consuming, restored": Case(lambda: sampled(6, Consuming, kind=Restoring), UNSHARDED),
     "around, reopened": Case(lambda: sampled(6, Around, kind=Reopening)),
+    "counting twice": Case(lambda: stream(6, ByEpoch, CountingTwice)),
     "opened late": Case(lambda: stream(6, ByEpoch, Late)),
     "opened late, windows": Case(lambda: stream(6, ByEpoch, Late), {"accumulate_grad_batches": 4}),
     "opened late, max_steps": Case(lambda: stream(6, ByEpoch, Late), {"max_steps": 15, "max_epochs": -1}),

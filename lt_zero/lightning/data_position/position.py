@@ -818,6 +818,7 @@ class LoaderPosition:
             restored = self._load(state)
             opening = place.opening.without(restored) if place.opening is not None else None
             batches = self._openings.passed(self.make, place.start, opening)
+            _count_once(self.loader, count)
         else:
             batches = self._repeat(place, count)
         self._epochs.restore(place.epochs_now)
@@ -1006,6 +1007,22 @@ def _forget_loaded(loader: Any) -> None:
     """
     if any(kind.__module__.startswith("litdata.") for kind in type(loader).__mro__):
         loader.restore = False
+
+
+def _count_once(loader: Any, given: int) -> None:
+    """Let a resumed pass of a loader of torchdata have as many batches as were ``given``.
+
+    It reads an iterable data set that has no state up to there again, and adds these batches to the number that it has
+    loaded. A state that it tells later would be of a place twice as far.
+    """
+    iterator = vars(loader).get("_iterator")
+    surplus = getattr(iterator, "_num_yielded", given) - given
+    if surplus <= 0 or type(iterator).__module__.split(".")[0] != "torchdata":
+        return
+    iterator._num_yielded -= surplus
+    snapshot = getattr(iterator, "_snapshot", None)  # of its workers
+    if isinstance(snapshot, dict):
+        snapshot["_snapshot_step"] -= surplus
 
 
 def _is_shared_out(loader: object, fewest: int) -> bool:
