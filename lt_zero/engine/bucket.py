@@ -324,11 +324,11 @@ class Bucket:
         self.gathers.finish(self)
         self.live.in_flight.add(-self.counted, -1)
 
-    def release(self) -> None:
+    def release(self, searched: bool = False) -> None:
         """Go to RELEASED, if the parameters are sharded: free the memory and replace parameters by sentinels.
 
         Memory that something else holds weights of is kept until it lets go. The state is RELEASED all the same: which
-        objects live on is not the same on all ranks.
+        objects live on is not the same on all ranks. ``searched``: for edits, just before.
         """
         if self._storage is None or (self.state is State.RELEASED and not self.lent):
             return
@@ -342,7 +342,7 @@ class Bucket:
                 self.finish_gather()
             self.state = State.RELEASED
         else:
-            self.edits.check(released=True)
+            self.edits.check(released=True, searched=searched)
             self.state = State.RELEASED
             self._hide()
             if self.weights.gather_source.streamed:

@@ -500,28 +500,31 @@ class Engine(ProcessLocal):
         if unit.calls:
             # An outer call of the same module is still running, and needs the weights.
             return
-        for bucket in unit.sharded:
-            self._keep_edits(bucket)
+        unedited = [bucket for bucket in unit.sharded if not self._keep_edits(bucket)]
         if self._stays_gathered(unit):
             self.gatherer.guard(unit)
         elif unit.leases == 0:
             if call.references and call.references != references_of(unit):
                 for bucket in unit.sharded:
                     bucket.handed_over = True
-            self.gatherer.release(unit)
+            self.gatherer.release(unit, unedited)
 
-    def _keep_edits(self, bucket: Bucket) -> None:
-        """Keep what a forward has written to its weights, if anything. See Note [Edits in a forward]."""
+    def _keep_edits(self, bucket: Bucket) -> bool:
+        """Keep what a forward has written to its weights, if anything. See Note [Edits in a forward].
+
+        Returns whether it has, or may have.
+        """
         edited = bucket.edits.end_forward()
         if not edited:
-            return
+            return not bucket.readable
         spans = bucket.layout.spans
         in_parts = bucket.group is not self.peers or not all(span.spec.is_whole for span in spans)
         if in_parts or bucket.weights.plan.codecs.rests is not None:
             bucket.edits.lose(edited)
-            return
+            return True
         self.same_on_ranks.note_edits({spans[index].name: bucket.param_views[index] for index in edited})
         bucket.keep_edits()
+        return True
 
     # ---- backward ----------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ stays gathered through any number of passes, without a guard.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -241,11 +241,15 @@ class Gatherer:
             if bucket not in self._held:
                 bucket.guard()
 
-    def release(self, unit: Unit) -> None:
-        """Release the buckets of ``unit`` that are neither pinned nor held."""
+    def release(self, unit: Unit, unedited: Collection[Bucket] = ()) -> None:
+        """Release the buckets of ``unit`` that are neither pinned nor held.
+
+        Args:
+            unedited: buckets whose parameters were searched for edits just before.
+        """
         for bucket in unit.sharded:
             if bucket not in self._pinned and bucket not in self._held:
-                bucket.release()
+                bucket.release(searched=bucket in unedited)
         # A released unit has to be prefetched again before its next use.
         self._order.ahead = min(self._order.ahead, self._order.next(unit))
 

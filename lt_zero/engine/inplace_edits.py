@@ -121,7 +121,11 @@ class InplaceEdits:
         return self._digest != digest_of(shard) if self._digest is not None else shard.new_ones((), dtype=torch.bool)
 
     def check(
-        self, values: bool = False, released: bool = False, pairs: list[tuple[Tensor, Tensor]] | None = None
+        self,
+        values: bool = False,
+        released: bool = False,
+        pairs: list[tuple[Tensor, Tensor]] | None = None,
+        searched: bool = False,
     ) -> None:
         """Keep the edits since ``note``, or add them to ``lost``.
 
@@ -129,6 +133,7 @@ class InplaceEdits:
             values: check values, too.
             released: the compute copy is about to be released.
             pairs: gets what the caller gives to ``ops.take_edits`` next, to keep edits of this bucket.
+            searched: ``end_forward`` has found no edit of the sharded parameters just before.
         """
         bucket, weights = self._bucket, self._weights
         if not bucket.resident or self._paused:
@@ -137,12 +142,12 @@ class InplaceEdits:
             self._read = {}
             self._in_forward = False
         if self._sharded:
-            edited = [bucket.layout.spans[index].name for index in self._changed_by_assignment()]
+            edited = [bucket.layout.spans[i].name for i in (() if searched else self._changed_by_assignment())]
         else:
             edited = self.put_back()
         if not weights.has_master:
             return
-        versions = versions_of(bucket.params)
+        versions = self._versions if searched else versions_of(bucket.params)
         if versions != self._versions:
             changed = zip(bucket.layout.spans, versions, self._versions, strict=True)
             edited += [span.name for span, version, before in changed if version != before]
@@ -178,7 +183,6 @@ class InplaceEdits:
             with torch.inference_mode(False), torch.no_grad():
                 self._read[index] = self._bucket.param_views[index].clone()
 
-    @torch.no_grad()
     def end_forward(self) -> list[int]:
         """Note that a forward of the unit ends; returns the numbers of the parameters that were edited.
 
@@ -194,6 +198,17 @@ class InplaceEdits:
         assigned = self.assigned()
         if not read and not assigned and versions == self._versions:
             return []
+        with torch.no_grad():
+            return self._find(read, versions)
+
+    def _find(self, read: dict[int, Tensor], versions: list[int]) -> list[int]:
+        """The numbers of parameters that a forward has edited; keeps what it has assigned.
+
+        Args:
+            read: values before code has read ``p.data``, by number.
+            versions: of the parameters.
+        """
+        bucket = self._bucket
         # A constraint that holds already is assigned again: the same values.
         changed = set(self._changed_by_assignment())
         self._put_back(sorted(changed))
@@ -237,9 +252,10 @@ class InplaceEdits:
         """Numbers of parameters that were assigned other tensors (``p.data = tensor``), of a resident bucket."""
         if not self._bucket.resident:
             return []
-        pairs = enumerate(zip(self._bucket.params, self._bucket.param_views, strict=True))
         with without_torch_function():
-            return [i for i, (p, view) in pairs if p.data_ptr() != view.data_ptr()]
+            held = [parameter.data_ptr() for parameter in self._bucket.params]
+            own = [view.data_ptr() for view in self._bucket.param_views]
+        return [i for i, (one, other) in enumerate(zip(held, own, strict=True)) if one != other] if held != own else []
 
     def _changed_by_assignment(self) -> list[int]:
         """Numbers of parameters that were assigned other values; a recomputed forward assigns the same ones again."""

@@ -18,7 +18,14 @@ from torch.optim import Optimizer
 from lt_zero.checkpoint.native.load import as_lightning, engine_of, entries_of, loss_scale, restore_weights
 from lt_zero.checkpoint.native.load import stepped as has_stepped
 from lt_zero.checkpoint.native.pieces import full_optimizer_state, optimizer_fragments, parameter_names
-from lt_zero.checkpoint.native.rank_state import RANK_BUFFERS, RESIDUALS, load_rank_buffers
+from lt_zero.checkpoint.native.rank_state import (
+    OF_RANKS,
+    RANK_BUFFERS,
+    RESIDUALS,
+    load_rank_buffers,
+    own_values,
+    values_of_ranks,
+)
 from lt_zero.checkpoint.native.save import FABRIC, LT_ZERO, TRAINED_WEIGHTS
 from lt_zero.checkpoint.open import Identity, checked_file, is_directory, of_content, opened_source, reading
 from lt_zero.checkpoint.source import CheckpointSource
@@ -68,7 +75,8 @@ class Opened:
 
     ``modules``, ``optimizers``: keys; ``left_out``: names of frozen weights that were not saved, by module;
     ``trained``: weights that training goes on with, by module, where they are not those in ``saved``; ``stepped``: keys
-    of optimizers whose weights are those of a step, None: of those with states.
+    of optimizers whose weights are those of a step, None: of those with states; ``of_ranks``: values of each rank, of
+    items that differ between ranks.
     """
 
     saved: dict[str, Any]
@@ -80,6 +88,7 @@ class Opened:
     loss_scale: dict[str, Any] = field(default_factory=dict)
     residuals: Any = None
     rank_buffers: Any = None
+    of_ranks: Mapping[str, list[Any]] = field(default_factory=dict)
     prefixes: Mapping[str, str] = field(default_factory=dict)  # of names of parameters, by module
 
     def progress(self, stepped: bool) -> Progress:
@@ -132,6 +141,7 @@ def open_directory(source: CheckpointSource, weights_only: bool | None) -> Opene
         loss_scale=loss_scale(found),
         residuals=found.get(RESIDUALS),
         rank_buffers=found.get(RANK_BUFFERS),
+        of_ranks=here.get(OF_RANKS, {}),
         prefixes=here["modules"],
     )
 
@@ -145,6 +155,7 @@ def opened_file(saved: dict[str, Any]) -> Opened:
         stepped=own.get("stepped"),
         loss_scale=own.get("loss_scale", {}),
         residuals=own.get(RESIDUALS),
+        of_ranks=own.get(OF_RANKS, {}),
     )
 
 
@@ -185,7 +196,8 @@ class FabricItems:
         found = beside(self._prefixes(state), sharded=False)
         if found.pop(RANK_BUFFERS, None) is not None and self.world.rank == 0:
             log.warning("checkpoint.format: full keeps rank 0's buffers only, and other ranks have others.")
-        parts[BESIDE] = {**self._progress(state), **found, "frozen_left_out": frozen}
+        differing = self._of_ranks(parts, own)
+        parts[BESIDE] = {**self._progress(state), **found, **differing, "frozen_left_out": frozen}
         with self.world.agree(f"saving {path}", CheckpointError):
             if self.world.rank > 0:
                 return
@@ -223,6 +235,7 @@ class FabricItems:
         }
         own |= {key: optimizer_fragments(found) for key, found in sharded.items()}
         parts = self._parts(state, kept, own)
+        differing = self._of_ranks(parts, own)
         weights, names = dict[str, Any](), []
         for key in modules:
             weights |= {prefixes[key] + name: value for name, value in parts.pop(key).items()}
@@ -234,9 +247,14 @@ class FabricItems:
         states = [parts.pop(key) for key in sharded]
         here: dict[str, Any] = {"modules": prefixes, "rest": parts}
         here["optimizers"] = {key: of_engine.get(id(found.engine), "") for key, found in sharded.items()}
-        here |= self._progress(state)
+        here |= self._progress(state) | differing
         content = {"state_dict": weights, "optimizer_states": states, "global_step": 0, "epoch": 0, FABRIC: here}
         return {**content, **beside(self._prefixes(state))}, names
+
+    def _of_ranks(self, parts: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
+        """The items that differ between ranks, but for sharded ones; {} if there are none. Collective."""
+        found = values_of_ranks(self.world, {key: part for key, part in parts.items() if key not in own})
+        return {OF_RANKS: found} if found else {}
 
     def _prefixes(self, state: Mapping[str, Any]) -> dict[str, Engine]:
         """Engines by the prefix of their parameters' names in a checkpoint."""
@@ -260,12 +278,15 @@ class FabricItems:
         if is_directory(path):
             use = partial(open_directory, weights_only=weights_only)
             opened, identify = opened_source(path, use, self.world.rank == 0)
+            opened.saved = own_values(self.world, opened.saved, opened.of_ranks)
             return (opened, True), identify
         file = local_file(self.checkpoint_io, path)
         checked_file(file, self.world)
         with reading(file):
             found = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        return (opened_file(found), False), partial(of_content, found, file)
+        opened = opened_file(found)
+        opened.saved = own_values(self.world, opened.saved, opened.of_ranks)
+        return (opened, False), partial(of_content, found, file)
 
     def restore(self, opened: Opened, objects: Mapping[Any, Any], saved: Mapping[Any, Any], strict: bool) -> None:
         """Load parts of a checkpoint into objects. Collective."""

@@ -35,6 +35,7 @@ from lt_zero.checkpoint.native.load import (
     trained_weights,
 )
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names
+from lt_zero.checkpoint.native.rank_state import OF_RANKS, own_values, values_of_ranks
 from lt_zero.checkpoint.native.save import LOOP
 from lt_zero.checkpoint.open import LATEST, latest_of, load_same, name_latest, opened_source
 from lt_zero.comm.launchers import local_rank
@@ -423,7 +424,8 @@ class TrainingEngine(EngineQueries):
 
         Args:
             tag: default ``global_step<n>``.
-            client_state: returned by ``load_checkpoint``; plain values and tensors.
+            client_state: returned by ``load_checkpoint``; plain values and tensors. What differs between ranks is saved
+                for each rank.
             save_latest: whether ``latest`` names it.
             exclude_frozen_parameters: leave out weights that are not trained.
 
@@ -454,6 +456,7 @@ class TrainingEngine(EngineQueries):
                 "global_samples": self.global_samples,
                 "loss_scale": self.loss_scale_controller.state_dict(),
                 "client_state": dict(client_state or {}),
+                OF_RANKS: values_of_ranks(self.world, client_state or {}),
             },
         }
         content |= beside({"": engine})
@@ -525,7 +528,7 @@ class TrainingEngine(EngineQueries):
             self._go_on(saved, own, state)
             if load_lr_scheduler_states and how.load_lr_scheduler_states:
                 self._load_schedule(schedules, path)
-        return path, dict(own.get("client_state", {}))
+        return path, own_values(world, own.get("client_state", {}), own.get(OF_RANKS, {}))
 
     def _fitting_state(self, names: OnAllRanks | None, states: Sequence[Any], path: str) -> Mapping[str, Any] | None:
         """The saved state for the engine's optimizer; None if it has none."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import lt_zero
 from tests.support.matrix import only_rows
@@ -151,7 +154,44 @@ def _unseen() -> None:
         optimizer.step()
 
 
+class Live(TorchDispatchMode):
+    """Measures the bytes of the storages that operators have seen, as long as these live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, result)):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = weakref.ref(storage)
+        found = [reference() for reference in self._storages.values()]
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in found if storage is not None))
+        return result
+
+
+def _memory() -> None:
+    """The peaks of forwards without edits, and of as many that edit, are less than a unit's weights apart."""
+    model = _model("data")
+    engine = lt_zero.shard(model, config_of(3, RELEASE))
+    peaks = []
+    for bound in (0.0, 0.2):
+        for block in model.blocks:
+            block.bound = bound
+        live = Live()
+        for step in range(4):
+            with torch.no_grad(), live:
+                model(tokens(step, 0, 0))
+        peaks.append(live.peak)
+    largest = max(bucket.flat.numel() * bucket.flat.itemsize for bucket in engine.buckets)
+    assert 0 < peaks[1] - peaks[0] <= largest, (peaks, largest)
+
+
 def _kept_and_refused() -> None:
+    _memory()
     _digits()
     _unseen()
     _apart()

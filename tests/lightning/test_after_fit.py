@@ -7,6 +7,7 @@ import io
 import pickle
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -19,6 +20,7 @@ from safetensors.torch import save_model
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+import lt_zero
 from lt_zero.common.compat import log_graph_by
 from tests.support.lightning_tools import GPT, assert_same, sharded_trainer, weights
 from tests.support.matrix import only
@@ -166,6 +168,7 @@ def _sharded(folder: str) -> None:
     for convert in (nn.Module.double, nn.Module.share_memory, AveragedModel(GPT()).update_parameters):
         with pytest.raises(RuntimeError, match=r"lt_zero\.gathered.*trainer\.strategy\.export\(path\)"):
             convert(module)
+    _exports(module, folder)
     with trainer.strategy.engine.forward_scope():
         loss = module.loss(torch.arange(12).view(2, 6) % 7)
     loss.backward()
@@ -174,6 +177,22 @@ def _sharded(folder: str) -> None:
     trainer = sharded_trainer(3, **OPTIONS)
     trainer.fit(module)
     assert_same(weights(trainer), _fitted(3, False, ""))
+
+
+def _exports(module: GPT, folder: str) -> None:
+    """Exports of torch and Lightning name what to do, also where the packages that they need next are missing."""
+    tokens = (torch.arange(12).view(2, 6) % 7,)
+    with pytest.raises(RuntimeError, match=r"lt_zero\.gathered.*trainer\.strategy\.export\(path\)"):
+        torch.export.export(module, tokens)
+    with (
+        mock.patch("lightning.pytorch.core.module._ONNX_AVAILABLE", True),
+        pytest.raises(RuntimeError, match=r"GPT is called inside of torch\.jit\.trace.*lt_zero\.gathered\(module\)"),
+    ):
+        module.to_onnx(f"{folder}/{dist.get_rank()}.onnx", tokens, dynamo=False)
+    with lt_zero.gathered(module):
+        logits = torch.export.export(module.net, tokens).module()(*tokens)
+        torch.testing.assert_close(logits, module.net(*tokens))
+        AveragedModel(GPT()).update_parameters(module)
 
 
 def test_the_logger_of_fast_dev_run_traces_nothing() -> None:

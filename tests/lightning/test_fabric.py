@@ -7,6 +7,7 @@ import itertools
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ConfigError, FabricZeroStrategy
+from lt_zero.checkpoint.native import rank_state
 from lt_zero.common.errors import CheckpointError
 from tests.support.lightning_tools import GPT, sharded_trainer, torchrun_env
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.pool import Pool
+from tests.support.resumes import Stateful
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
@@ -296,6 +299,51 @@ def test_goes_on_at_other_stages_and_ranks(pool: Pool, tmp_path: Path, stages: t
     found = pool.run(3, _loads, path, stages[1])[0]
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def _reads(loader: Any, count: int) -> list[Any]:
+    return [batch.tolist() for batch in itertools.islice(loader, count)]
+
+
+def _loader() -> Stateful:
+    """A loader that resumes by itself, in an order of each rank's own."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return Stateful(torch.arange(24.0).view(-1, 2), batch_size=2, shuffle=True, generator=generator)  # type: ignore[arg-type]
+
+
+def _saves_values(path: str, form: str) -> tuple[list[Any], Any]:
+    fabric, loader = _fabric(1, checkpoint={"format": form}), _loader()
+    model = fabric.setup_module(_net())
+    batches = iter(loader)
+    _reads(batches, 2)
+    torch.manual_seed(dist.get_rank())
+    only = {"on rank 0": 1} if fabric.is_global_zero else {}
+    items = {"model": model, "loader": loader, "random": torch.get_rng_state(), "all": [1], **only}
+    fabric.save(path, items)
+    return _reads(batches, 3), torch.rand(1).item()
+
+
+def _loads_values(path: str, warns: bool) -> tuple[list[Any], Any]:
+    fabric, loader = _fabric(1), _loader()
+    state: dict[str, Any] = {"model": fabric.setup_module(_net()), "loader": loader, "random": None, "all": None}
+    with mock.patch.object(rank_state.log, "warning") as told:
+        assert fabric.load(path, state) == {"on rank 0": 1}
+    texts = [call.args[0] for call in told.call_args_list]
+    text = "another value of 'loader', 'random', and 3 ranks go on where 2"
+    assert [text in found for found in texts] == ([True] if warns and fabric.is_global_zero else [])
+    assert state["all"] == [1]
+    assert isinstance(state["random"], Tensor)
+    torch.set_rng_state(state["random"])
+    return _reads(loader, 3), torch.rand(1).item()
+
+
+@pytest.mark.parametrize("form", only(["sharded"], ["sharded", "full"]))
+def test_items_that_differ_between_ranks_are_those_of_the_rank(pool: Pool, tmp_path: Path, form: str) -> None:
+    path = str(tmp_path / "saved")
+    wanted = pool.run(2, _saves_values, path, form)
+    assert wanted[0] != wanted[1]
+    assert pool.run(2, _loads_values, path, False) == wanted
+    assert pool.run(3, _loads_values, path, True)[2] == wanted[0]
 
 
 def _raw(path: str) -> None:

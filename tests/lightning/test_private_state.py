@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import array
+import csv
 import dataclasses
+import io
 import random
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
+import socket
+import threading
+import time
+import tracemalloc
+import weakref
+from collections import Counter, OrderedDict, UserDict, deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from lt_zero.lightning.data_position.epochs import Epochs
 from lt_zero.lightning.data_position.inexact import inexact
 from lt_zero.lightning.data_position.own_state import OwnState, are_states
+from lt_zero.lightning.data_position.position import is_stateful, tracked
 from tests.support.public_samplers import Consumed, GoesOn
 
 COUNT = 40
 
 
 def drawn(seed: object) -> list[int]:
-    return random.Random(repr(seed)).sample(range(COUNT), COUNT)
+    text = hex(seed) if isinstance(seed, int) else repr(seed)  # Python refuses to write so many digits
+    return random.Random(text).sample(range(COUNT), COUNT)
 
 
 class Passes(Sampler[int]):
@@ -174,6 +184,11 @@ class Mixed(Passes):
         return drawn((self.state["passes"], self.state["held"].passes))
 
 
+def locked(value: Any) -> Any:
+    value.setflags(write=False)
+    return value
+
+
 def changed(value: Any, step: Callable[[Any], Any]) -> Callable[[], Keeps]:
     return lambda: Keeps(value(), step)
 
@@ -196,6 +211,14 @@ KINDS: dict[str, Callable[[], Passes]] = {
     "buckets": lambda: Keeps([torch.arange(n) for n in range(9)], random.Random(3).shuffle),
     "numpy": changed(lambda: [np.arange(3), np.arange(4)], lambda value: value.reverse()),
     "number of numpy": changed(lambda: np.int32(1), lambda value: np.int32(value + 1)),
+    "big-endian": changed(lambda: np.arange(5, dtype=">i8"), lambda value: np.roll(value, 1)),
+    "read only": changed(lambda: locked(np.arange(5)), lambda value: locked(np.roll(value, 1))),
+    "reversed": changed(lambda: np.arange(5)[::-1], lambda value: value.sort()),
+    "parameter": changed(lambda: torch.nn.Parameter(torch.zeros(2)), lambda value: value.data.add_(1)),
+    "expanded": changed(lambda: torch.zeros(1).expand(3), lambda value: value + 1),
+    "of inference": changed(lambda: torch.inference_mode()(torch.zeros)(3), lambda value: value + 1),
+    "digits": changed(lambda: 10**5000, lambda value: value + 1),
+    "user's dictionary": changed(lambda: UserDict(passes=0), lambda value: value.update(passes=value["passes"] + 1)),
     "made late": changed(lambda: None, lambda value: (value or 0) + 1),
 }
 
@@ -273,3 +296,256 @@ def test_a_stream_that_is_kept_in_a_generator_function_is_told() -> None:
     loader = DataLoader(range(COUNT), sampler=GoesOn(COUNT, 0, 1))
     reasons = list(inexact(loader, OwnState(loader, stateful=False), stateful=False))
     assert [reason.startswith("keeps its place in sampler.indices") for reason in reasons] == [True]
+
+
+# ---- objects that answer questions with errors, data or delays -------------------------------------------------------
+
+
+class Asked:
+    """Fails whenever its class is asked for anything."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 1
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError
+
+    def __bool__(self) -> bool:
+        raise RuntimeError
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+    __hash__ = object.__hash__
+
+
+class Unloaded:
+    """Loads its data when its class is asked for, as proxies do."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        raise RuntimeError("loads")
+
+
+class OnDisk(list[int]):
+    def __iter__(self) -> Any:
+        raise RuntimeError("reads")
+
+    def __len__(self) -> int:
+        raise RuntimeError("reads")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise RuntimeError("reads")
+
+
+class InDatabase(dict[str, int]):
+    def items(self) -> Any:
+        raise RuntimeError("reads")
+
+    get = __getitem__ = items  # type: ignore[assignment]
+
+
+class Endless(Mapping[int, int]):
+    """Has more keys than can be read."""
+
+    def __len__(self) -> int:
+        return 1 << 60
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(1 << 60)
+
+    def __getitem__(self, key: int) -> int:
+        return key
+
+
+class Odd(random.Random):
+    """A generator whose state is not what Python's have."""
+
+    def getstate(self) -> Any:
+        raise NotImplementedError
+
+
+def gone() -> Any:
+    """A reference to an object that is no more."""
+    held = Slots()
+    return weakref.proxy(held)
+
+
+def circle() -> Any:
+    first: list[Any] = [Held()]
+    first.append({"first": first})
+    return first
+
+
+def told(loader: Any) -> list[str]:
+    return list(inexact(loader, OwnState(loader, stateful=False), stateful=False))
+
+
+HOLDS: dict[str, Callable[[], Any]] = {
+    "asked": Asked,
+    "asked, as a key": lambda: {Asked(): Held()},
+    "asked, in a list": lambda: [Asked(), Asked()],
+    "unloaded": Unloaded,
+    "gone": gone,
+    "on disk": lambda: OnDisk([1, 2]),
+    "in a database": lambda: InDatabase(a=1),
+    "endless": Endless,
+    "circle": circle,
+    "locks": lambda: [threading.Lock(), threading.Condition(), threading.Event(), threading.local()],
+    "thread": lambda: threading.Thread(target=int),
+    "socket": socket.socket,
+    "meta": lambda: torch.empty(3, device="meta"),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+    "masked": lambda: np.ma.array([1, 2], mask=[0, 1]),  # type: ignore[no-untyped-call]
+    "long": lambda: np.zeros(3, np.longdouble),
+    "letters": lambda: array.array("u", "abc"),
+    "time": time.localtime,
+    "text in memory": lambda: io.StringIO("abc"),
+}
+READ_ON: dict[str, Callable[[], Any]] = {
+    "odd generator": Odd,
+    "old generator": lambda: np.random.RandomState(np.random.PCG64(1)),
+    "generator function": lambda: (number for number in range(3)),
+    "rows of a table": lambda: csv.reader(["1,2"]),
+    "file": lambda: io.BufferedReader(io.FileIO(__file__)),
+}
+
+
+class Beside(Slots):
+    """Counts passes beside something else."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", [*HOLDS, *READ_ON])
+def test_whatever_is_beside_a_count_it_is_restored(name: str) -> None:
+    make = (HOLDS | READ_ON)[name]
+    loader, other = (DataLoader(range(COUNT), sampler=Beside(make())) for _ in range(2))  # type: ignore[arg-type]
+    own = OwnState(loader, is_stateful(loader))
+    begin = own.take()
+    list(loader)
+    taken = own.needed(begin, own.take())[1]
+    assert are_states(taken)
+    assert Epochs(own.parts).state_dict() == {}
+    OwnState(other, stateful=False).set(taken)
+    assert list(other) == list(loader)
+    assert ["sampler.value" in reason for reason in told(loader)] == ([True] if name in READ_ON else [])
+
+
+class Busy(Beside):
+    """Has a thread that adds to its containers all the time."""
+
+    def __init__(self) -> None:
+        super().__init__((deque[int](maxlen=50), dict[int, int](), set[int]()))
+        self.ends = threading.Event()
+        threading.Thread(target=self.fill, daemon=True).start()
+
+    def fill(self) -> None:
+        queue, table, found = self.value
+        number = 0
+        while not self.ends.is_set():
+            number += 1
+            queue.append(number)
+            table[number % 997] = number
+            table.pop(number * 7 % 997, None)
+            found ^= {number % 991}
+
+
+def test_a_thread_may_change_what_is_looked_at() -> None:
+    sampler = Busy()
+    own = OwnState(DataLoader(range(COUNT), sampler=sampler), stateful=False)  # type: ignore[arg-type]
+    try:
+        for _ in range(100):
+            assert "sampler.passes" in own.take()
+    finally:
+        sampler.ends.set()
+
+
+class Answers(Dataset[int]):
+    """Passes attributes on to a table, and has its own meaning of names that others know."""
+
+    def __init__(self) -> None:
+        self.table = {"pipeline": len}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["table"][name]
+
+    def __len__(self) -> int:
+        return COUNT
+
+    @property
+    def epoch(self) -> int:
+        raise ValueError("not set")
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+
+class Registered(DataLoader[int]):
+    def __init_subclass__(cls, **options: Any) -> None:
+        raise ValueError("registered twice")
+
+
+def test_questions_that_fail_end_no_run() -> None:
+    loader = DataLoader(Answers())
+    own = OwnState(loader, is_stateful(loader))
+    assert "dataset" in own.parts
+    assert Epochs(own.parts).state_dict() == {}
+    assert told(loader) == []
+    assert tracked(Registered(range(3)), lambda make: make()) is None  # type: ignore[arg-type]
+
+
+class Early(Slots):
+    """Can tell its state once it was read."""
+
+    def state_dict(self) -> dict[str, int]:
+        if self.passes == 0:
+            raise LookupError("not read")
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.passes = state["passes"]
+
+
+def test_a_state_that_cannot_be_told_is_remembered() -> None:
+    loader = DataLoader(range(COUNT), sampler=Early())  # type: ignore[arg-type]
+    own = OwnState(loader, stateful=False)
+    assert "sampler" not in own.take()
+    assert own.untold == {"sampler": "LookupError('not read')"}
+    list(loader)
+    assert own.take()["sampler"]["state"] == {"passes": 1}
+    assert own.untold == {}
+
+
+LARGE: dict[str, Callable[[], Any]] = {
+    "array": lambda: np.zeros(1 << 24, np.int64),
+    "strided": lambda: np.zeros((1 << 12, 1 << 13), np.int64)[:, ::2],
+    "list": lambda: [7] * (1 << 20),
+    "nested": lambda: [[1, 2]] * (1 << 19),
+    "arrays": lambda: [np.zeros(1 << 20, np.int64)] * 64,
+    "text": lambda: "ab" * (1 << 24),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_what_is_large_is_not_copied(kind: str) -> None:
+    """Nor looked at as a whole: that is done at each save."""
+    value = LARGE[kind]()
+    own = OwnState(DataLoader(range(COUNT), sampler=Beside(value)), stateful=False)  # type: ignore[arg-type]
+    tracemalloc.start()
+    try:
+        taken = own.needed(own.take())
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken == [{}]
+    assert peak < 1 << 22

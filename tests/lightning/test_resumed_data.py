@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from tests.support.pool import Pool
 from tests.support.resumes import (
     CASES,
     differences,
+    differences_after_a_requeue,
     differences_after_a_run,
+    differences_after_a_stop,
     differences_by_a_save_at_the_start,
     differences_of_a_second_fit,
     differences_of_a_second_resume,
@@ -33,26 +36,69 @@ FAST = {  # the points of the fast suite, by loader
 
 TWICE = ["shuffled", "three lengths, windows", "stateful, windows", "epoch of a callback", "weighted, windows"]
 TWICE += ["stateful", "stateful, limited", "around, reopened", "counting late, reopened", "opened late"]
+TWICE += [
+    "counting twice",
+    "torchdata, Repeated",
+    "slots",
+    "buckets, windows",
+    "torchdata, Around",
+    "torchdata, stream",
+    "datasets, torchdata",
+    "litdata, shuffled",
+]
+
+STATEFUL = [  # a loader or two for each way to keep state
+    *("slots", "weighted, windows", "around, reopened", "counting late, reopened", "consuming, restored"),
+    *("opened late, windows", "buckets, windows", "epochs with a state", "three lengths, windows"),
+    *("weighted cycles beside stateful", "stateful, combined", "stateful stream, windows"),
+    *("epoch of a callback, max_steps", "max_size_cycle, stream last", "reloaded"),
+    *("torchdata, Counting, own order", "torchdata, Around", "torchdata, weighted", "torchdata, stream"),
+    *("torchdata, combined", "torchdata, Repeated", "datasets", "datasets, shuffled", "datasets, torchdata"),
+    *("litdata, shuffled", "litdata, max_steps", "webdataset"),
+]
 
 SECOND_FITS = ["shuffled", "weighted", "counting", "counting, reopened", "shuffling, reopened"]
 SECOND_FITS += ["stateful", "opened late", "epoch of a callback"]
 
 
-def skip_without_torchdata(name: str) -> None:
-    if "torchdata" in name and importlib.util.find_spec("torchdata") is None:
-        pytest.skip("torchdata is not installed")
+def skip_without_packages(name: str) -> None:
+    for package in ("torchdata", "datasets", "litdata", "webdataset"):
+        if package in name and importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "workers" not in name])
 @pytest.mark.slow
 def test_every_loader_at_every_point(name: str, pool: Pool, tmp_path: Path) -> None:
-    skip_without_torchdata(name)
+    skip_without_packages(name)
     assert pool.run(2, differences, name, POINTS, tmp_path) == [[], []]
 
 
 @pytest.mark.parametrize("name", FAST)
 def test_a_cover_of_them(name: str, pool: Pool, tmp_path: Path) -> None:
     assert pool.run(2, differences, name, FAST[name], tmp_path) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STATEFUL)
+def test_checkpoints_of_one_file_at_stage_1(name: str, pool: Pool, tmp_path: Path) -> None:
+    skip_without_packages(name)
+    run = partial(differences, stage=1, format="full")
+    assert pool.run(2, run, name, POINTS, tmp_path) == [[], []]
+
+
+@pytest.mark.parametrize("name", only(["counting late, reopened"], STATEFUL))
+def test_a_run_that_sigterm_has_stopped(name: str, pool: Pool, tmp_path: Path) -> None:
+    skip_without_packages(name)
+    batches = [3] if name == "counting late, reopened" else [2, 3, 6, 9]
+    assert pool.run(2, differences_after_a_stop, name, batches, tmp_path) == [[], []]
+
+
+@pytest.mark.parametrize("name", only(["slots"], STATEFUL))
+def test_a_run_that_slurm_has_requeued(name: str, pool: Pool, tmp_path: Path) -> None:
+    skip_without_packages(name)
+    batches = [3] if name == "slots" else [0, 2, 3, 6, 9]
+    assert pool.run(2, differences_after_a_requeue, name, batches, tmp_path) == [[], []]
 
 
 def test_a_save_after_a_run(pool: Pool, tmp_path: Path) -> None:
@@ -64,7 +110,7 @@ def test_a_save_after_a_run(pool: Pool, tmp_path: Path) -> None:
     only(["drawing, reopened"], ["drawing, reopened", "torchdata, Drawing", "stateful", "stateful stream", "weighted"]),
 )
 def test_a_save_before_the_first_batch_changes_nothing(name: str, pool: Pool, tmp_path: Path) -> None:
-    skip_without_torchdata(name)
+    skip_without_packages(name)
     assert pool.run(2, differences_by_a_save_at_the_start, name, tmp_path) == [[], []]
 
 
@@ -80,15 +126,17 @@ def test_a_save_before_the_first_batch_changes_nothing(name: str, pool: Pool, tm
     ),
 )
 def test_a_second_fit_with_the_same_loaders(name: str, points: list[str], pool: Pool, tmp_path: Path) -> None:
-    skip_without_torchdata(name)
+    skip_without_packages(name)
     assert pool.run(2, differences_of_a_second_fit, name, points, tmp_path) == [[], []]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TWICE)
+@pytest.mark.parametrize("name", only(["counting twice"], TWICE))
 def test_a_second_resume(name: str, pool: Pool, tmp_path: Path) -> None:
-    for point in ("b2", "e0"):
-        found = pool.run(2, differences_of_a_second_resume, name, point, ["start", "b1", "b3", "e1"], tmp_path / point)
+    skip_without_packages(name)
+    fast = name == "counting twice"
+    for point in ("b2",) if fast else ("b2", "e0"):
+        seconds = ["b1"] if fast else ["start", "b1", "b3", "e1"]
+        found = pool.run(2, differences_of_a_second_resume, name, point, seconds, tmp_path / point)
         assert found == [[], []]
 
 
@@ -96,5 +144,5 @@ def test_a_second_resume(name: str, pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_workers(name: str, tmp_path: Path) -> None:
     """In this process: those of the pool may not have children."""
-    skip_without_torchdata(name)
+    skip_without_packages(name)
     assert not differences(name, POINTS, tmp_path)

@@ -236,6 +236,25 @@ def test_checkpoints_load_at_other_stages_and_ranks(
         open_source(tmp_path, "global_step7")
 
 
+def _keeps(folder: str, load: bool) -> Any:
+    """The client state that a rank gets back; rank 1 saves nothing of its own under one key."""
+    engine = _engine(3, "SGD")
+    if load:
+        return engine.load_checkpoint(folder)[1]
+    rank = dist.get_rank()
+    state = {"epoch": 1, "random": torch.tensor([rank]), "place": {"batch": 3 + rank}}
+    engine.save_checkpoint(folder, client_state=state | ({} if rank == 1 else {"seed": 5}))
+    return None
+
+
+def test_a_client_state_that_differs_between_ranks_is_that_of_the_rank(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _keeps, str(tmp_path), False)
+    for ranks in (2, 3):
+        for rank, found in enumerate(pool.run(ranks, _keeps, str(tmp_path), True)):
+            own = rank if ranks == 2 else 0
+            assert found == {"epoch": 1, "random": torch.tensor([own]), "place": {"batch": 3 + own}, "seed": 5}
+
+
 def _with(folder: str, ranks: int, step: int, load: bool) -> Any:
     """A step of 12 micro-batches of 3 samples, in a loop that knows the ranks only by their number."""
     keys = {"train_batch_size": 36, "gradient_accumulation_steps": 12 // ranks, "gradient_clipping": 0.0}

@@ -172,7 +172,7 @@ def new_trainer(**options: Any) -> pl.Trainer:
         options["devices"] = dist.get_world_size()
     else:
         options["use_distributed_sampler"] = False  # Lightning would put one in with one rank too
-    block = {"stage": 2, "stage3_param_persistence_threshold": 0}
+    block = {"stage": options.pop("stage", 2), "stage3_param_persistence_threshold": 0}
     how = {"format": options.pop("format", "auto")}
     strategy = ZeroStrategy(config={"zero_optimization": block, "checkpoint": how})
     return pl.Trainer(**{**QUIET, "devices": 1, "strategy": strategy, "num_sanity_val_steps": 1, **options})

@@ -7,19 +7,31 @@ in ``on_train_epoch_end`` of epoch N. A resumed run begins with other random sta
 from __future__ import annotations
 
 import copy
+import io
 import itertools
+import os
 import random
+import signal
+import subprocess
+import sys
+import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
 
@@ -248,6 +260,39 @@ class Late(DataLoader[Tensor]):
         self.given, self.restore = state["given"], True
 
 
+class _Counted(Iterator[Any]):
+    __module__ = "torchdata.stand_in"
+
+    def __init__(self, batches: Iterator[Any], given: int) -> None:
+        self._batches = batches
+        self._num_yielded = given
+        for _ in range(given):
+            next(self)
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self._num_yielded += 1
+        return batch
+
+
+class CountingTwice(DataLoader[Tensor]):
+    """A loader as torchdata's of an iterable without a state: what a resumed pass reads again is counted twice."""
+
+    _iterator: Any = None
+    _loaded = 0
+
+    def __iter__(self) -> Any:
+        self._iterator = _Counted(super().__iter__(), self._loaded)
+        self._loaded = 0
+        return self._iterator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"_num_yielded": self._iterator._num_yielded}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loaded = state["_num_yielded"]
+
+
 class Counting(Sampler[int]):
     """Seeds a generator with the number of its pass."""
 
@@ -469,13 +514,74 @@ def torchdata(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return make(*args, kind=StatefulDataLoader, **options)
 
 
+def huggingface(per_rank: int, shuffled: bool = False, kind: Any = DataLoader) -> Any:
+    """A loader of one of Hugging Face's iterable datasets, whose shards are shared out among the ranks."""
+    from datasets import Dataset
+    from datasets.distributed import split_dataset_by_node
+
+    count = per_rank * BATCH * _ranks()
+    table = Dataset.from_dict({"x": [[number / 100] * WIDTH for number in range(count)]})
+    data = table.to_iterable_dataset(num_shards=2 * _ranks())
+    data = data.shuffle(seed=7, buffer_size=5) if shuffled else data
+    return kind(split_dataset_by_node(data, _rank(), _ranks()).with_format("torch"), batch_size=BATCH)
+
+
+def write_litdata(folder: Path) -> None:
+    """In a process of its own, as litdata's writer waits for the files of all ranks."""
+    program = (
+        "import sys, torch\n"
+        "from litdata.streaming import Cache\n"
+        "cache = Cache(sys.argv[1], chunk_size=3)\n"
+        "for number in range(int(sys.argv[2])):\n"
+        f"    cache[number] = torch.full(({WIDTH},), number / 100)\n"
+        "cache.done()\n"
+        "cache.merge()\n"
+    )
+    alone = {
+        key: value for key, value in os.environ.items() if not key.startswith(("RANK", "WORLD", "LOCAL_", "GROUP_"))
+    }
+    subprocess.run([sys.executable, "-c", program, str(folder), str(12 * _ranks())], env=alone, check=True)
+
+
+def litdata(folder: Path, shuffled: bool = False, kind: Any = None, **options: Any) -> Any:
+    from litdata import StreamingDataLoader, StreamingDataset
+
+    data = StreamingDataset(str(folder), shuffle=shuffled, seed=7)
+    return (kind or StreamingDataLoader)(data, batch_size=BATCH, **options)
+
+
+def write_webdataset(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for shard in range(2 * _ranks()):
+        with tarfile.open(folder / f"{shard}.tar", "w") as file:
+            for number in range(6 * shard, 6 * shard + 6):
+                text = str(number / 100).encode()
+                entry = tarfile.TarInfo(f"{number:04d}.txt")
+                entry.size = len(text)
+                file.addfile(entry, io.BytesIO(text))
+
+
+def webdataset(folder: Path, **options: Any) -> Any:
+    import webdataset as wds
+
+    shards = [str(path) for path in sorted(folder.iterdir())]
+    data = wds.WebDataset(shards, shardshuffle=False, nodesplitter=wds.split_by_node)
+    rows = data.map(lambda sample: torch.full((WIDTH,), float(sample["txt"])))
+    return DataLoader(rows, batch_size=BATCH, **options)
+
+
 @dataclass(frozen=True)
 class Case:
-    """A kind of loaders, with what the Trainer needs for it."""
+    """A kind of loaders, with what the Trainer needs for it.
 
-    make: Callable[[], Any]
+    Attributes:
+        make: makes the loaders; from the folder where ``write`` has written their files, if it has.
+    """
+
+    make: Callable[..., Any]
     options: dict[str, Any] = field(default_factory=dict)
     model: type[Run] = Run
+    write: Callable[[Path], None] | None = None
 
 
 def seeded() -> torch.Generator:
@@ -539,6 +645,7 @@ CASES: dict[str, Case] = {
     "named, reopened": Case(lambda: sampled(6, Named, kind=Reopening), UNSHARDED),
     "consuming, restored": Case(lambda: sampled(6, Consuming, kind=Restoring), UNSHARDED),
     "around, reopened": Case(lambda: sampled(6, Around, kind=Reopening)),
+    "counting twice": Case(lambda: stream(6, ByEpoch, CountingTwice)),
     "opened late": Case(lambda: stream(6, ByEpoch, Late)),
     "opened late, windows": Case(lambda: stream(6, ByEpoch, Late), {"accumulate_grad_batches": 4}),
     "opened late, max_steps": Case(lambda: stream(6, ByEpoch, Late), {"max_steps": 15, "max_epochs": -1}),
@@ -585,7 +692,32 @@ CASES: dict[str, Case] = {
     "torchdata, combined": Case(
         lambda: {"a": torchdata(rows, 3), "b": rows(6, 30)}, {**UNSHARDED, "accumulate_grad_batches": 2}
     ),
+    "datasets": Case(lambda: huggingface(6)),
+    "datasets, shuffled": Case(lambda: huggingface(6, shuffled=True), {"accumulate_grad_batches": 2}),
+    "datasets, torchdata": Case(lambda: torchdata(huggingface, 6)),
+    "datasets, combined": Case(
+        lambda: CombinedLoader([huggingface(6, shuffled=True), rows(4, 60)], "max_size_cycle"),
+    ),
+    "litdata": Case(litdata, write=write_litdata),
+    "litdata, shuffled": Case(partial(litdata, shuffled=True), {"accumulate_grad_batches": 2}, write=write_litdata),
+    "litdata, max_steps": Case(litdata, {"max_steps": 15, "max_epochs": -1}, write=write_litdata),
+    "litdata, combined": Case(
+        lambda folder: CombinedLoader([litdata(folder, shuffled=True), rows(4, 60)], "max_size_cycle"),
+        write=write_litdata,
+    ),
+    "webdataset": Case(webdataset, {"accumulate_grad_batches": 2}, write=write_webdataset),
 }
+
+
+def case_of(name: str, folder: Path, **options: Any) -> Case:
+    """A case with more options of ``new_trainer``, and with its files in ``folder``."""
+    case = replace(CASES[name], options={**CASES[name].options, **options})
+    if case.write is None:
+        return case
+    if _rank() == 0:
+        case.write(folder / "data")
+    dist.barrier()
+    return replace(case, make=partial(case.make, folder / "data"), write=None)
 
 
 def trained(
@@ -620,9 +752,13 @@ def fit(
     }
 
 
-def differences(name: str, points: Sequence[str], folder: Path) -> list[str]:
-    """What differs between the run that was not interrupted and its resumes; [] if nothing does."""
-    case, saver = CASES[name], SaveAt(folder, points)
+def differences(name: str, points: Sequence[str], folder: Path, **options: Any) -> list[str]:
+    """What differs between the run that was not interrupted and its resumes; [] if nothing does.
+
+    Args:
+        options: of ``new_trainer``, beside those of the case.
+    """
+    case, saver = case_of(name, folder, **options), SaveAt(folder, points)
     want = fit(case, 1, None, saver)
     found = [f"{name}: {point} was not reached" for point in points if point not in saver.batches]
     for number, (point, batches) in enumerate(saver.batches.items()):
@@ -638,6 +774,66 @@ def differences_after_a_run(folder: Path) -> list[str]:
     trainer, _ = trained(replace(case, options={"max_steps": 8}), 1)
     trainer.save_checkpoint(path, weights_only=False)
     return _different(case, want, fit(case, 2, path), 8, "after a run")
+
+
+class Sends(pl.Callback):
+    """Sends a signal to the process of the last rank at the begin of a batch, and waits until all ranks know of it.
+
+    Args:
+        number: of the signal.
+        batch: the number of batches that were trained on before.
+    """
+
+    def __init__(self, number: int, batch: int) -> None:
+        self.number = number
+        self.batch = batch
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if len(trainer.lightning_module.seen) != self.batch:  # type: ignore[arg-type]
+            return
+        if _rank() == _ranks() - 1:
+            os.kill(os.getpid(), self.number)
+        agreement = trainer.strategy.world.agreement  # type: ignore[attr-defined]
+        agreement.poll()  # as its thread does
+        dist.barrier()
+        agreement.poll()
+
+
+class Kept(OnExceptionCheckpoint):
+    def teardown(self, *args: Any) -> None:
+        """Lightning's removes the file when the next run ends."""
+
+
+def differences_after_a_stop(name: str, batches: Sequence[int], folder: Path) -> list[str]:
+    """What differs in resumes of runs that SIGTERM has stopped after a batch, and that a callback has saved then."""
+    case = case_of(name, folder)
+    want = fit(case, 1)
+    stopped = replace(case, options={**case.options, "enable_checkpointing": True})
+    found = []
+    for number, batch in enumerate(batches):
+        path = folder / str(batch)
+        with pytest.raises(SIGTERMException):
+            fit(stopped, 1, None, Sends(signal.SIGTERM, batch - 1), Kept(path, "stopped"))
+        got = fit(case, 2 + number, path / "stopped.ckpt")
+        found += _different(case, want, got, batch, f"{name}, stopped after {batch}")
+    return found
+
+
+def differences_after_a_requeue(name: str, batches: Sequence[int], folder: Path) -> list[str]:
+    """What differs in resumes from checkpoints of SLURM's requeue signal, which is saved at the begin of a batch."""
+    job = {"NTASKS": _ranks(), "NTASKS_PER_NODE": _ranks(), "PROCID": _rank(), "LOCALID": _rank(), "NODEID": 0}
+    job |= {"JOB_ID": 7, "JOB_NAME": "train"}
+    environment = {f"SLURM_{key}": str(value) for key, value in job.items()}
+    found = []
+    plain = case_of(name, folder)
+    for number, batch in enumerate(batches):
+        more = {"default_root_dir": str(folder / str(batch)), "plugins": [SLURMEnvironment()]}
+        case = replace(plain, options={**plain.options, **more})
+        with mock.patch.dict(os.environ, environment), mock.patch.object(signal_connector, "call", return_value=0):
+            want = fit(case, 1, None, Sends(signal.SIGUSR1, batch))
+            got = fit(case, 2 + number)  # Lightning finds the checkpoint
+        found += _different(case, want, got, batch, f"{name}, requeued after {batch}")
+    return found
 
 
 class Draws(pl.Callback):
@@ -674,7 +870,7 @@ def differences_of_a_second_resume(name: str, point: str, seconds: Sequence[str]
 
     There "b1" is the first batch after the first resume.
     """
-    case, saver, second = CASES[name], SaveAt(folder, [point]), SaveAt(folder / "second", seconds)
+    case, saver, second = case_of(name, folder), SaveAt(folder, [point]), SaveAt(folder / "second", seconds)
     want = fit(case, 1, None, saver)
     begin = len(want["seen"]) - len(fit(case, 2, folder / f"{point}.ckpt", second)["seen"])
     found = [f"{name}: {point} was not reached again" for point in seconds if point not in second.batches]

@@ -1,4 +1,4 @@
-"""State of each rank in checkpoints: gradients that it owes to the weights, and buffers that differ.
+"""State of each rank in checkpoints: gradients that it owes to the weights, and buffers and values that differ.
 
 Note [Residuals]
     Residuals of ``gradient_compression`` are kept by parameter: ``worker`` [ranks, *shape] has a row for each rank,
@@ -12,11 +12,19 @@ Note [Buffers of each rank]
     They may differ with ``broadcast_buffers: false``. The state dict has those of rank 0, or of the first rank that has
     the buffer. Beside it are those persistent buffers of other ranks that have other values, by name and rank. The same
     number of ranks goes on with its own; any other one with the state dict's.
+
+Note [Values of each rank]
+    What a script saves beside the model may differ between ranks: random states, or the place of a loader. Rank 0's
+    values are where readers of one value look for them. Beside them are those of all ranks, of the keys that differ.
+    The same number of ranks goes on with its own; any other one with rank 0's, and a warning names the keys.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import logging
+import pickle
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -24,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lt_zero.comm.world import World
 from lt_zero.common import plain_names
 from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.compat import clean_name
@@ -36,6 +45,7 @@ from lt_zero.engine.lazy_tensor import Fragment, elements_of, whole
 from lt_zero.step.average import average_of
 
 RESIDUALS, RANK_BUFFERS = "gradient_compression", "rank_buffers"  # keys in a Lightning checkpoint
+OF_RANKS = "of_ranks"  # key, in what a script has saved, of the values that differ between ranks
 
 log = logging.getLogger("lt_zero")
 
@@ -242,3 +252,59 @@ def load_rank_buffers(engine: Engine, state: Mapping[str, Any], prefix: str = ""
     for name, buffer in plain_names.named_buffers(engine.root):
         if (value := mine.get(name, {}).get(str(engine.world.rank))) is not None:
             buffer.copy_(whole(value))
+
+
+# ---- values of scripts -----------------------------------------------------------------------------------------------
+
+
+class _Compared(pickle.Pickler):
+    """Writes the same bytes for the same values; torch writes addresses of tensors."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or value.layout != torch.strided or value.is_quantized or value.is_meta:
+            return NotImplemented
+        dense = value.detach().cpu().contiguous()
+        return bytes, (dense.reshape(-1).view(torch.uint8).numpy().tobytes(),), (str(value.dtype), value.shape)
+
+
+def values_of_ranks(world: World, values: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Find the values that differ between ranks, by key, with those of each rank. Collective.
+
+    Values that cannot be pickled count as alike, and a rank without a value as one with rank 0's. See Note [Values of
+    each rank].
+    """
+    if world.alone:
+        return {}
+    every = world.host_gather({key: _digest_of(value) for key, value in values.items()}, "what the script saves")
+    differ = [key for key in every[0] if len({found[key] for found in every if key in found}) > 1]
+    if not differ:
+        return {}
+    own = {key: values[key] for key in differ if key in values}
+    gathered = world.host_gather(own, "values of each rank")
+    return {key: [found.get(key, gathered[0][key]) for found in gathered] for key in differ}
+
+
+def _digest_of(value: Any) -> bytes:
+    file = io.BytesIO()
+    try:
+        _Compared(file).dump(value)
+    except Exception:  # of a class of the user's
+        return b""
+    return hashlib.blake2b(file.getbuffer(), digest_size=16).digest()
+
+
+def own_values(world: World, values: Mapping[str, Any], of_ranks: Mapping[str, list[Any]]) -> dict[str, Any]:
+    """Return the saved values with this rank's own, where as many ranks have saved them.
+
+    Args:
+        values: of rank 0.
+        of_ranks: what ``values_of_ranks`` has found.
+    """
+    fitting = {key: found for key, found in of_ranks.items() if len(found) == world.size and key in values}
+    others = [key for key in of_ranks if key not in fitting]
+    if others and not world.alone and world.rank == 0:
+        log.warning(
+            f"Each rank has saved another value of {', '.join(map(repr, others))}, and {world.size} ranks go on where "
+            f"{len(of_ranks[others[0]])} have saved: all get that of rank 0."
+        )
+    return {**values, **{key: found[world.rank] for key, found in fitting.items()}}

@@ -1,35 +1,52 @@
 """The values that an object holds: attributes, also in ``__slots__``, items of containers, and closures of functions.
 
-They are read and written where they lie, past the ``__getattr__`` and ``__setattr__`` of the user's class: an object
-may be frozen, or pass attributes on to another one.
+They are read and written where they lie, past what the user's class defines (``__getattr__``, ``__setattr__``,
+``__class__``, ``__iter__`` of a subclass of ``list``): an object may be frozen, pass attributes on to another one, or
+read its items from a disk.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
+from enum import Enum
 from itertools import islice
 from types import FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
 MISSING: Any = object()  # no such value
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _MOST = 64  # items of a container
+_NAMES = (str, int, float, Enum, type(None))  # keys of dictionaries whose text is the same in another process
+
+
+def is_a(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    """``isinstance`` that does not ask the value for its ``__class__``, which may be a property that loads data."""
+    return issubclass(type(value), kinds)
+
+
+def asked(owner: Any, name: str) -> Any:
+    """An attribute as the user's code gets it; None if there is none, or if asking for it fails."""
+    try:
+        return getattr(owner, name, None)
+    except Exception:
+        return None
 
 
 def held_by(owner: Any) -> Iterator[tuple[str, Any, Any]]:
     """The values that an object holds: a name, the key for ``read`` and ``write``, and the value."""
-    if isinstance(owner, dict):
-        yield from [(str(key), key, value) for key, value in islice(owner.items(), _MOST)]
-    elif isinstance(owner, (list, tuple, deque)):
-        yield from [(str(number), number, value) for number, value in enumerate(islice(owner, _MOST))]
-    elif isinstance(owner, functools.partial):
+    if is_a(owner, dict):
+        items = items_of(owner, _MOST)
+        yield from [(str(key), key, value) for key, value in items if is_a(key, _NAMES)]
+    elif is_a(owner, (list, tuple, deque)):
+        yield from [(str(number), number, value) for number, value in enumerate(items_of(owner, _MOST))]
+    elif is_a(owner, functools.partial):
         yield from ((name, name, getattr(owner, name)) for name in ("func", "args", "keywords"))
-    elif isinstance(owner, MethodType):
+    elif is_a(owner, MethodType):
         yield "__self__", "__self__", owner.__self__
-    elif isinstance(owner, FunctionType):
+    elif is_a(owner, FunctionType):
         for name in _cells(owner):
             if (value := read(owner, name)) is not MISSING:
                 yield name, name, value
@@ -37,9 +54,36 @@ def held_by(owner: Any) -> Iterator[tuple[str, Any, Any]]:
         yield from attributes_of(owner)
 
 
+def items_of(owner: Any, most: int | None = None, step: int = 1) -> list[Any]:
+    """Each ``step``-th of the first ``most`` items of a container, as its built-in class gives them.
+
+    Those of a dictionary are pairs.
+    """
+    base = _base_of(owner)
+
+    def read(container: Any) -> list[Any]:
+        items = base.items(container) if issubclass(base, dict) else base.__iter__(container)
+        return list(islice(items, 0, most, step))
+
+    try:
+        return read(owner)
+    except RuntimeError:  # another thread adds to it meanwhile; one call copies all, which no thread interrupts
+        return read(base.copy(owner))
+
+
+def size_of(owner: Any) -> int:
+    """The number of items of a container."""
+    return int(_base_of(owner).__len__(owner))
+
+
+def _base_of(owner: Any) -> Any:
+    """The built-in class of a container."""
+    return next(kind for kind in (OrderedDict, *CONTAINERS) if is_a(owner, kind))
+
+
 def attributes_of(owner: Any) -> Iterator[tuple[str, Any, Any]]:
     """The attributes of an object, also those in ``__slots__`` of its class and its bases, as ``held_by``."""
-    for name, value in list(getattr(owner, "__dict__", {}).items()):
+    for name, value in list(_attributes(owner).items()):
         yield name, name, value
     for name in slots_of(type(owner)):
         if (value := read(owner, name)) is not MISSING:
@@ -58,16 +102,17 @@ def slots_of(kind: type) -> dict[str, Any]:
 
 def read(owner: Any, key: Any) -> Any:
     """The value that an object holds under a key of ``held_by``; MISSING if there is none."""
-    if isinstance(owner, dict):
-        return owner.get(key, MISSING)
-    if isinstance(owner, (list, tuple, deque)):
-        return owner[key] if key < len(owner) else MISSING
-    if isinstance(owner, FunctionType):
+    if is_a(owner, dict):
+        return _base_of(owner).get(owner, key, MISSING)
+    if is_a(owner, (list, tuple, deque)):
+        items = items_of(owner, key + 1)
+        return items[key] if key < len(items) else MISSING
+    if is_a(owner, FunctionType):
         try:
             return _cells(owner)[key].cell_contents
         except (KeyError, ValueError):  # an empty cell
             return MISSING
-    attributes = getattr(owner, "__dict__", {})
+    attributes = _attributes(owner)
     if key in attributes:
         return attributes[key]
     try:
@@ -78,41 +123,48 @@ def read(owner: Any, key: Any) -> Any:
 
 def write(owner: Any, key: Any, value: Any) -> None:
     """Let an object hold a value under a key. Does nothing where that is impossible, as in a tuple."""
-    if isinstance(owner, dict):
-        owner[key] = value
-    elif isinstance(owner, (list, deque)):
-        if key < len(owner):
-            owner[key] = value
-    elif isinstance(owner, FunctionType):
+    if is_a(owner, dict):
+        _base_of(owner).__setitem__(owner, key, value)
+    elif is_a(owner, (list, deque)):
+        if key < size_of(owner):
+            _base_of(owner).__setitem__(owner, key, value)
+    elif is_a(owner, FunctionType):
         if key in _cells(owner):
             _cells(owner)[key].cell_contents = value
     elif key in (slots := slots_of(type(owner))):
         slots[key].__set__(owner, value)
-    elif hasattr(owner, "__dict__"):
-        vars(owner)[key] = value
+    else:
+        _attributes(owner)[key] = value
 
 
 def is_record(value: Any) -> bool:
     """True for an instance of a frozen dataclass that is no iterable: code that counts in one replaces it."""
     settings = getattr(type(value), "__dataclass_params__", None)
-    return (
-        bool(getattr(settings, "frozen", False)) and dataclasses.is_dataclass(value) and not hasattr(value, "__iter__")
-    )
+    return bool(getattr(settings, "frozen", False)) and not hasattr(type(value), "__iter__")
 
 
 def is_replaced(owner: Any) -> bool:
     """True for what cannot be changed, or is not by anyone else; then ``replaced`` makes another one."""
-    return isinstance(owner, tuple) or is_record(owner)
+    return is_a(owner, tuple) or is_record(owner)
 
 
 def replaced(owner: Any, key: Any, value: Any) -> Any:
     """A copy of a tuple or record that holds another value under a key of ``held_by``."""
-    if isinstance(owner, tuple):
-        items = [value if number == key else item for number, item in enumerate(owner)]
+    if is_a(owner, tuple):
+        items = [value if number == key else item for number, item in enumerate(items_of(owner))]
         return type(owner)(*items) if hasattr(owner, "_fields") else type(owner)(items)
     other = copy.copy(owner)
     write(other, key, value)
     return other
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    """The ``__dict__`` of an object; an empty one if it has none."""
+    try:
+        found = object.__getattribute__(owner, "__dict__")
+    except Exception:  # also of a property of the user's
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _cells(function: FunctionType) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lt_zero.lightning.data_position.attributes import asked
+
 
 class Epochs:
     """The epochs that the parts of a loader were told last.
@@ -32,12 +34,12 @@ class Epochs:
 
 
 def _setter(part: object) -> Any:
-    return getattr(part, "set_epoch", None)
+    return asked(part, "set_epoch")
 
 
 def _epoch_of(part: object) -> int | None:
     for name in ("epoch", "_epoch"):
-        value = getattr(part, name, None)
+        value = asked(part, name)
         if isinstance(value, Tensor) and value.numel() == 1:  # shared with workers
             value = value.item()
         if isinstance(value, int) and not isinstance(value, bool):

@@ -19,10 +19,20 @@ def is_global(generator: Any) -> bool:
     return isinstance(generator, random.SystemRandom) or any(generator is one for one in known)
 
 
+def is_known(generator: Any) -> bool:
+    """True if its state can be taken and set; a subclass may have a state of its own, or bits from elsewhere."""
+    if isinstance(generator, random.Random):
+        kind = type(generator)
+        return (kind.getstate, kind.setstate) == (random.Random.getstate, random.Random.setstate)
+    if isinstance(generator, np.random.RandomState):
+        return isinstance(generator._bit_generator, np.random.MT19937)
+    return not isinstance(generator, np.random.Generator) or type(generator.bit_generator).__name__ in _NUMPY
+
+
 def packed(generator: Any) -> dict[str, Any]:
     """A generator's state as plain containers and tensors."""
     if isinstance(generator, torch.Generator):
-        return {"kind": "torch", "state": generator.get_state()}
+        return {"kind": "torch", "state": generator.get_state(), "device": generator.device.type}
     if isinstance(generator, random.Random):
         version, words, gauss = generator.getstate()
         return {"kind": "random", "state": torch.tensor(words, dtype=torch.int64), "more": [version, gauss]}
@@ -36,7 +46,8 @@ def unpack(generator: Any, saved: dict[str, Any]) -> None:
     kind = saved["kind"]
     state = saved["state"]
     if kind == "torch" and isinstance(generator, torch.Generator):
-        generator.set_state(state)
+        if generator.device.type == saved.get("device", "cpu"):
+            generator.set_state(state)
     elif kind == "random" and isinstance(generator, random.Random):
         version, gauss = saved["more"]
         generator.setstate((version, tuple(state.tolist()), gauss))
@@ -58,10 +69,22 @@ def unpacked(saved: dict[str, Any]) -> Any:
         if bits not in _NUMPY:
             raise ValueError(bits)
         generator: Any = np.random.Generator(getattr(np.random, bits)())
+    elif kind == "torch":
+        generator = torch.Generator(saved.get("device", "cpu"))
     else:
-        generator = {"torch": torch.Generator, "random": random.Random, "RandomState": np.random.RandomState}[kind]()
+        generator = {"random": random.Random, "RandomState": np.random.RandomState}[kind]()
     unpack(generator, saved)
     return generator
+
+
+def check(saved: dict[str, Any]) -> None:
+    """Check a state that was packed; that of a device which this machine may not have is taken on trust.
+
+    Raises:
+        LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError: no generator has such a state.
+    """
+    if saved["kind"] != "torch" or saved.get("device", "cpu") == "cpu":
+        unpacked(saved)
 
 
 def _plain(state: Any) -> Any:

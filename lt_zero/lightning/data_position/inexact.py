@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from torch.utils.data import DataLoader
 
+from lt_zero.lightning.data_position.attributes import asked, is_a, items_of
 from lt_zero.lightning.data_position.openings import Openings
 from lt_zero.lightning.data_position.own_state import OwnState
 
@@ -46,8 +47,9 @@ def inexact(loader: object, own: OwnState, stateful: bool) -> Iterator[str]:
         )
     if own.hidden and not stateful:
         yield (
-            f"keeps its place in {', '.join(own.hidden)} (an iterator), which cannot be saved: a resumed run will see "
-            "other samples. Make it in `__iter__`, or give the loader `state_dict` and `load_state_dict`"
+            f"keeps its place in {', '.join(own.hidden)} (an iterator, a file that it reads, or a generator of an "
+            "unknown kind), which cannot be saved: a resumed run will see other samples. Make it in `__iter__`, or "
+            "give the loader `state_dict` and `load_state_dict`"
         )
     workers = _workers(loader) > 0
     if workers and getattr(loader, "persistent_workers", False):
@@ -98,7 +100,8 @@ _IN_A_BUFFER = "_shuffle"
 
 def _shuffles(part: object) -> bool:
     """True if a data set of webdataset may give samples in an order that differs from pass to pass."""
-    stages = [part, *(getattr(part, "pipeline", None) or [])]
+    pipeline = asked(part, "pipeline")
+    stages = [part, *(items_of(pipeline) if is_a(pipeline, (list, tuple)) else ())]
     return any(_is_shuffled(stage) for stage in stages if type(stage).__module__.split(".")[0] == "webdataset")
 
 

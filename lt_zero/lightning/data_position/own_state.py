@@ -25,6 +25,7 @@ Note [Private state]
 from __future__ import annotations
 
 import functools
+import io
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -41,8 +42,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from lt_zero.lightning.data_position import generators, plain_values
 from lt_zero.lightning.data_position.attributes import (
     MISSING,
+    asked,
     attributes_of,
     held_by,
+    is_a,
     is_replaced,
     read,
     replaced,
@@ -54,7 +57,10 @@ from lt_zero.lightning.data_position.plain_values import LONGEST, digest, is_pla
 DEEPEST, MOST = 7, 2000  # attributes of attributes, and objects, that are looked at
 _FIRST = ("generator", "sampler", "batch_sampler")
 _OPEN = ("torch.utils.data", "lightning.fabric.utilities.distributed", "lightning.pytorch.overrides.distributed")
-_CLOSED = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "threading", "logging"}
+_CLOSED = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "logging"}
+# What processes and threads share, and what the system has opened: its numbers are of this process.
+_CLOSED |= {"threading", "_thread", "queue", "multiprocessing", "concurrent", "asyncio", "subprocess", "contextvars"}
+_CLOSED |= {"socket", "ssl", "selectors", "_io", "io", "tempfile", "mmap", "sqlite3", "ctypes"}
 _PARTS = (DataLoader, Dataset, Sampler, _DatasetSamplerWrapper)
 _LEAVES = (type(None), complex, bytes, ModuleType, type, nn.Module)
 
@@ -107,6 +113,7 @@ class OwnState:
         # Held, so that no other object gets its ID.
         self._same = {place.path: place.value for place in walk.places if is_plain(place.value)}
         self.too_long: list[str] = []  # orders that have changed, but are too long to be saved
+        self.untold: dict[str, str] = {}  # errors of ``state_dict`` of samplers, when state was taken last
 
     def take(self, inside: bool = False, known: bool = False, long: bool = False) -> dict[str, Any]:
         """The state now, as plain containers and tensors; what a checkpoint needs of it tells ``needed``.
@@ -118,11 +125,15 @@ class OwnState:
             long: also orders that are too long for a checkpoint.
         """
         taken: dict[str, Any] = {}
+        self.untold = {}
         for place in self._places(inside, known):
-            if isinstance(place.value, GENERATORS):
+            if is_a(place.value, GENERATORS):
                 taken[place.path] = generators.packed(place.value)
             elif not is_plain(place.value):
-                taken[place.path] = {"kind": "state_dict", "state": place.value.state_dict()}
+                try:
+                    taken[place.path] = {"kind": "state_dict", "state": place.value.state_dict()}
+                except Exception as error:  # some have a state only once they were read
+                    self.untold[place.path] = repr(error)
             elif long or self._is_short(place):
                 with suppress(TypeError):  # a list, say, whose last element is of another kind
                     state = plain_values.packed(place.value)
@@ -225,19 +236,22 @@ class OwnState:
             walk.places.extend(place for place in own if not loads or place.key not in _attributes())
         for path, parent, key, value, owner, depth in _breadth_first(waiting):
             place = StatePlace(path, parent, owner, key, value, self._orders(path))
-            if isinstance(value, GENERATORS):
+            if is_a(value, GENERATORS):
                 if not generators.is_global(value) and id(value) not in seen:
-                    walk.places.append(place)
+                    if generators.is_known(value):
+                        walk.places.append(place)
+                    else:
+                        walk.hidden.append(path)
                 seen.add(id(value))
                 continue
-            if isinstance(value, (GeneratorType, Iterator)) and type(value).__module__ in ("builtins", "itertools"):
+            if _is_read_on(value) or (place.orders and _is_read_from(value)):
                 walk.hidden.append(path)
                 continue
             if id(value) in seen or not _is_open(value) or len(seen) > MOST:
                 continue
             seen.add(id(value))
             walk.seen[path] = value
-            if isinstance(value, _PARTS) or callable(getattr(type(value), "set_epoch", None)):
+            if is_a(value, _PARTS) or callable(getattr(type(value), "set_epoch", None)):
                 walk.parts[path] = value
             sampler = path.startswith(_FIRST[1:]) or not (loads or self._stateful or path.startswith("dataset"))
             if sampler and not self._stateful and _has_state_dict(value):
@@ -267,11 +281,11 @@ class OwnState:
         return stream and not (self._stateful and _has_state_dict(self._loader.dataset))
 
     def _roots(self) -> list[tuple[str, Any, Any]]:
-        names = [name for name in _FIRST if getattr(self._loader, name, None) is not None]
+        names = [name for name in _FIRST if asked(self._loader, name) is not None]
         hidden = "_" if self._stateful else ("__", "_DataLoader", "_iterator")  # else its present pass would be found
         others = [name for name, _, _ in attributes_of(self._loader)]
         names += [name for name in others if name not in _FIRST and not name.startswith(hidden)]
-        return [(name, name, getattr(self._loader, name, None)) for name in names]
+        return [(name, name, asked(self._loader, name)) for name in names]
 
 
 def opened_sampler(loader: Any) -> Any:
@@ -303,21 +317,34 @@ def _breadth_first(waiting: list[Any]) -> Iterator[Any]:
 def _inner(value: Any) -> Iterator[tuple[str, Any, Any]]:
     """The values that an object holds, and generators that its code knows as global variables, as ``held_by``."""
     yield from held_by(value)
-    if isinstance(value, FunctionType):
+    if is_a(value, FunctionType):
         yield from _globals(value)
-    elif not isinstance(value, (dict, list, tuple, deque, functools.partial, MethodType)):
+    elif not is_a(value, (dict, list, tuple, deque, functools.partial, MethodType)):
         for kind in type(value).__mro__:
             if kind.__module__.split(".")[0] not in _CLOSED | {"builtins", "abc", "typing", "collections"}:
-                for method in kind.__dict__.values():
-                    if isinstance(method, FunctionType):
+                for method in list(kind.__dict__.values()):
+                    if is_a(method, FunctionType):
                         yield from _globals(method)
 
 
 def _globals(function: FunctionType) -> Iterator[tuple[str, Any, Any]]:
     """Generators among the global variables that a function names."""
     for name in function.__code__.co_names:
-        if isinstance(value := function.__globals__.get(name), GENERATORS):
+        if is_a(value := function.__globals__.get(name), GENERATORS):
             yield name, name, value
+
+
+def _is_read_on(value: Any) -> bool:
+    """True for an iterator of a built-in class: each pass goes on in it."""
+    return is_a(value, (GeneratorType, Iterator)) and type(value).__module__ in ("builtins", "itertools", "_csv")
+
+
+def _is_read_from(value: Any) -> bool:
+    """True for a file that is open for reading, which has a place."""
+    try:
+        return is_a(value, io.IOBase) and not value.closed and value.readable() and not value.writable()
+    except Exception:  # of a class of the user's
+        return False
 
 
 def _values(path: str, owner: Any) -> list[StatePlace]:
@@ -392,7 +419,7 @@ def _forget(gone: weakref.ref[Any], number: int) -> None:
 
 def _is_open(value: Any) -> bool:
     """True if the attributes of an object are looked at."""
-    if isinstance(value, _LEAVES) or is_plain(value):
+    if is_a(value, _LEAVES) or is_plain(value):
         return False
     module = type(value).__module__
     return module.startswith(_OPEN) or module.split(".")[0] not in _CLOSED
@@ -412,7 +439,7 @@ def are_states(taken: object) -> bool:
             if saved["kind"] == "value":
                 plain_values.restored(saved["state"], None)
             elif saved["kind"] != "state_dict":
-                generators.unpacked(saved)
+                generators.check(saved)
             saved["state"]
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError):
         return False

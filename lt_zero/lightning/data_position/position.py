@@ -75,7 +75,7 @@ from torchmetrics import Metric
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.users_code import warn
-from lt_zero.lightning.data_position.attributes import attributes_of, slots_of, write
+from lt_zero.lightning.data_position.attributes import asked, attributes_of, slots_of, write
 from lt_zero.lightning.data_position.epochs import Epochs
 from lt_zero.lightning.data_position.inexact import inexact
 from lt_zero.lightning.data_position.iteration import RESTS, correct_counters, do_rest, rest_of
@@ -265,7 +265,7 @@ class DataPosition:
         places = again[0].places if again else self._pending or [position.place() for position in feed.positions]
         places = [position.saved(place) for position, place in zip(feed.positions, places, strict=False)] or places
         for position in feed.positions:
-            position.tell_too_long()
+            position.tell_unsaved()
         states = [*(moment.states for moment in again), *([] if again and (repeats or open_window) else [now])]
         return {
             "version": _VERSION,
@@ -518,7 +518,7 @@ def tracked(
         object.__setattr__(clone, "__dict__", vars(loader))
         for slot, value in zip(slots, (open, loader), strict=True):
             object.__setattr__(clone, slot, value)
-    except (TypeError, AttributeError):
+    except Exception:  # also of a metaclass or an `__init_subclass__` of the user's, a registry of names say
         return None
     return cast(object, clone)
 
@@ -612,7 +612,7 @@ class LoaderPosition:
     def __init__(self, feed: Feed, loader: Any, world: int) -> None:
         self._feed, self.loader = feed, loader
         self.stateful = is_stateful(loader)
-        sizes = [getattr(x, "batch_size", None) for x in (loader, getattr(loader, "batch_sampler", None))]
+        sizes = [asked(x, "batch_size") for x in (loader, asked(loader, "batch_sampler"))]
         size = next((size for size in sizes if isinstance(size, int) and size > 0), 1)
         self.ranks = world  # that see different data
         self.unit = world * size  # samples of all ranks in a batch
@@ -818,6 +818,7 @@ class LoaderPosition:
             restored = self._load(state)
             opening = place.opening.without(restored) if place.opening is not None else None
             batches = self._openings.passed(self.make, place.start, opening)
+            _count_once(self.loader, count)
         else:
             batches = self._repeat(place, count)
         self._epochs.restore(place.epochs_now)
@@ -900,8 +901,10 @@ class LoaderPosition:
                 return batches, True  # the dataset has become smaller: the epoch ends here
         return batches, witness is None or witness.saw(item)
 
-    def tell_too_long(self) -> None:
-        """Warn about orders that a checkpoint does not have."""
+    def tell_unsaved(self) -> None:
+        """Warn about private state that a checkpoint does not have."""
+        for path, error in self.own.untold.items():
+            self._warn(f"has a {path} whose `state_dict` fails ({error}): a resumed run may see another order")
         if self.own.too_long:
             longest, self.own.too_long = ", ".join(sorted(set(self.own.too_long))), []
             self._warn(
@@ -1006,6 +1009,22 @@ def _forget_loaded(loader: Any) -> None:
         loader.restore = False
 
 
+def _count_once(loader: Any, given: int) -> None:
+    """Let a resumed pass of a loader of torchdata have as many batches as were ``given``.
+
+    It reads an iterable data set that has no state up to there again, and adds these batches to the number that it has
+    loaded. A state that it tells later would be of a place twice as far.
+    """
+    iterator = vars(loader).get("_iterator")
+    surplus = getattr(iterator, "_num_yielded", given) - given
+    if surplus <= 0 or type(iterator).__module__.split(".")[0] != "torchdata":
+        return
+    iterator._num_yielded -= surplus
+    snapshot = getattr(iterator, "_snapshot", None)  # of its workers
+    if isinstance(snapshot, dict):
+        snapshot["_snapshot_step"] -= surplus
+
+
 def _is_shared_out(loader: object, fewest: int) -> bool:
     """True if any number of ranks, of at least ``fewest``, shares out one order of a loader's samples.
 
@@ -1024,9 +1043,9 @@ def _counts(loader: object) -> dict[str, int]:
 
 def is_stateful(loader: object) -> bool:
     """True if a loader resumes by itself."""
-    return callable(getattr(loader, "state_dict", None)) and hasattr(loader, "load_state_dict")
+    return callable(asked(loader, "state_dict")) and asked(loader, "load_state_dict") is not None
 
 
 def _name(loader: Any) -> str:
-    dataset = getattr(loader, "dataset", None)
+    dataset = asked(loader, "dataset")
     return type(loader).__name__ + (f"({type(dataset).__name__})" if dataset is not None else "")
