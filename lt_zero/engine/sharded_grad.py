@@ -90,6 +90,8 @@ class ShownBy(Protocol):
 
     def norm(self, place: Place, norm_type: float) -> Tensor: ...
 
+    def complete(self) -> None: ...
+
 
 def local_rows(bucket: Bucket, index: int, write: bool = True) -> list[Tensor]:
     """This rank's rows (1D) of a gradient: all elements of the unreduced one, and the piece of the reduced one."""
@@ -223,8 +225,9 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _call_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function of torch with stand-ins of gradients of which this rank has all elements."""
     me = args[0] if args and isinstance(args[0], ShardedGrad) else None
-    if me is not None and func in SAME and me._owners()[0].grads.lacks_factor:
+    if me is not None and func in SAME and (me._owners()[0].grads.lacks_factor or me._owners()[0].grads.partial):
         return me
+    _complete(args, kwargs)
     name = getattr(func, "__name__", "")
     # What these return shares no memory with the gradient, so a product that is dropped afterwards will do.
     reads = func in NORMS or (func in _ELEMENTWISE and func not in _CONVERTING)
@@ -334,12 +337,20 @@ def _edit_of_item(me: _Sharded, item: Any, value: Any) -> tuple[Any, tuple[Any, 
     return None
 
 
+def _complete(args: Any, kwargs: Any) -> None:
+    """Sum gradients among the arguments over the replicas, where that is to come. Collective then."""
+    for grad in iter_tensors((args, kwargs)):
+        if isinstance(grad, ShardedGrad) and (owners := grad._owners())[0].grads.partial:
+            owners[2].complete()
+
+
 def _require_all(func: Any, args: Any, kwargs: Any) -> None:
-    """Check that the rows of gradients among the arguments are their elements, and not summands of them.
+    """Make the rows of gradients among the arguments their elements, not summands of them. Collective if they are.
 
     Raises:
-        RuntimeError: on all ranks, they are not.
+        RuntimeError: on all ranks, they are summands that cannot be summed yet.
     """
+    _complete(args, kwargs)
     for grad in iter_tensors((args, kwargs)):
         if not isinstance(grad, ShardedGrad):
             continue
