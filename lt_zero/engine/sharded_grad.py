@@ -227,7 +227,8 @@ def _call_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     me = args[0] if args and isinstance(args[0], ShardedGrad) else None
     if me is not None and func in SAME and (me._owners()[0].grads.lacks_factor or me._owners()[0].grads.partial):
         return me
-    _complete(args, kwargs)
+    if not _is_linear(func, args, kwargs):
+        _complete(args, kwargs)
     name = getattr(func, "__name__", "")
     # What these return shares no memory with the gradient, so a product that is dropped afterwards will do.
     reads = func in NORMS or (func in _ELEMENTWISE and func not in _CONVERTING)
@@ -313,8 +314,7 @@ def _change(me: _Sharded, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if func is Tensor.copy_ and not (len(args) > 1 and isinstance(args[1], _Sharded)):
         # Ranks may have different values there, of which each would take a part.
         raise _refusal(func, me)
-    linear = func in _LINEAR and kwargs.get("rounding_mode") is None
-    if not linear or any(isinstance(operand, _Sharded) for operand in iter_tensors((args[1:], kwargs))):
+    if not _is_linear(func, args, kwargs):
         _require_all(func, args, kwargs)
     if any(operand.dim() > 0 for operand in iter_tensors((args[1:], kwargs))):
         func(*map_tensors(args, _on_meta), **map_tensors(kwargs, _on_meta))  # raises torch's errors
@@ -335,6 +335,12 @@ def _edit_of_item(me: _Sharded, item: Any, value: Any) -> tuple[Any, tuple[Any, 
     if item is Ellipsis or (isinstance(item, slice) and item == slice(None)):
         return (Tensor.fill_ if is_number else Tensor.copy_), (me, value), {}
     return None
+
+
+def _is_linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if a function may be applied to the summands of its first argument, a gradient, instead."""
+    operands = any(isinstance(operand, _Sharded) for operand in iter_tensors((args[1:], kwargs)))
+    return func in _LINEAR and kwargs.get("rounding_mode") is None and not operands
 
 
 def _complete(args: Any, kwargs: Any) -> None:

@@ -33,10 +33,10 @@ from tests.support.pool import Pool
 SOCKETS = {"LT_ZERO_SHARED_MEMORY": "0"}  # ranks that share memory read the gradients of all ranks at once
 PAIRS = {"mics_shard_size": 2}
 # What happens in a step, and how often gradients are then summed over replicas. b: a micro-batch inside of no_sync,
-# s: one outside; n: norms of ``p.grad``, f: one from ``full_grad``, h: halved, c: clamped, a: assigned, z: one is
-# cleared, k: clipped to a norm.
+# s: one outside; n: norms of ``p.grad``, f: one from ``full_grad``, h: halved, c: clamped, a: assigned, v: quarters are
+# kept, w: and assigned, z: one is cleared, k: clipped to a norm.
 SCRIPTS = {"s": 1, "bs": 1, "bbbs": 1, "bbk": 1, "bnbs": 2, "sbs": 2, "snb": 2, "bfbb": 2, "bhbs": 1, "bcbs": 2}
-SCRIPTS |= {"babsk": 2, "bzbs": 1, "bzbh": 1}
+SCRIPTS |= {"babsk": 2, "bvbws": 2, "bzbs": 1, "bzbh": 1}
 STEPS = 2
 
 
@@ -72,6 +72,14 @@ def _edit(op: str, parameters: list[Parameter]) -> None:
             parameter.grad = grad * 0.25
 
 
+def _keep(op: str, parameters: list[Parameter], kept: list[Any]) -> None:
+    if op == "v":
+        kept[:] = [p.grad * 0.25 if p.grad is not None else None for p in parameters]
+        return
+    for parameter, value in zip(parameters, kept, strict=True):
+        parameter.grad = value
+
+
 def _train(script: str, stage: int, optimizer: str, zero: dict[str, Any], apart: bool = False) -> None:
     """Train in fp64 as ``script`` says, and compare with one process that does the same."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -83,6 +91,7 @@ def _train(script: str, stage: int, optimizer: str, zero: dict[str, Any], apart:
     made, expected = OPTIMIZERS[optimizer](model.parameters()), OPTIMIZERS[optimizer](reference.parameters())
     owner = lt_zero.ShardedOptimizer(engine, made)
     mine, theirs = list(model.parameters()), list(reference.parameters())
+    kept: tuple[list[Any], list[Any]] = ([], [])
     for step in range(STEPS):
         made.zero_grad()
         expected.zero_grad()
@@ -97,6 +106,9 @@ def _train(script: str, stage: int, optimizer: str, zero: dict[str, Any], apart:
                     torch.testing.assert_close(_norms(mine), _norms(theirs), rtol=1e-12, atol=0)
                 elif op == "f":
                     torch.testing.assert_close(lt_zero.full_grad(mine[3]), theirs[3].grad, rtol=1e-12, atol=1e-15)
+                elif op in "vw":
+                    _keep(op, mine, kept[0])
+                    _keep(op, theirs, kept[1])
                 elif op == "z":
                     mine[0].grad = theirs[0].grad = None
                 elif op == "k":
@@ -116,7 +128,14 @@ def _train(script: str, stage: int, optimizer: str, zero: dict[str, Any], apart:
 
 _ALL = itertools.product(SCRIPTS, [2, 3], ["sgd", "adamw"], [2, 1])
 _FAST = [("bbbs", 3, "adamw", 2), ("bnbs", 2, "sgd", 2), ("sbs", 3, "sgd", 1), ("bcbs", 2, "adamw", 1)]
-_FAST += [("bzbh", 2, "sgd", 2), ("bfbb", 3, "sgd", 2), ("babsk", 2, "sgd", 1), ("snb", 2, "sgd", 2)]
+_FAST += [
+    ("bvbws", 2, "sgd", 2),
+    ("bvbws", 3, "sgd", 1),
+    ("bzbh", 2, "sgd", 2),
+    ("bfbb", 3, "sgd", 2),
+    ("babsk", 2, "sgd", 1),
+    ("snb", 2, "sgd", 2),
+]
 
 
 @pytest.mark.parametrize(("script", "stage", "optimizer", "size"), only_rows(_FAST, _ALL))
