@@ -23,6 +23,7 @@ from lt_zero.comm.transport import Groups, Mesh, Replicas, Transport
 from lt_zero.comm.work import CollectiveId
 from lt_zero.common import accelerator
 from lt_zero.engine.engine import Engine
+from lt_zero.loop.access import local_grad
 from lt_zero.offload import host_store
 from tests.support.lightning_tools import BATCH, GPT, sharded_trainer, weights
 from tests.support.matrix import only_rows
@@ -36,7 +37,7 @@ PAIRS = {"mics_shard_size": 2}
 # s: one outside; n: norms of ``p.grad``, f: one from ``full_grad``, h: halved, c: clamped, a: assigned, v: quarters are
 # kept, w: and assigned, z: one is cleared, k: clipped to a norm.
 SCRIPTS = {"s": 1, "bs": 1, "bbbs": 1, "bbk": 1, "bnbs": 2, "sbs": 2, "snb": 2, "bfbb": 2, "bhbs": 1, "bcbs": 2}
-SCRIPTS |= {"babsk": 2, "bvbws": 2, "bzbs": 1, "bzbh": 1}
+SCRIPTS |= {"babsk": 2, "bvbws": 2, "bvbw": 2, "bzbs": 1, "bzbh": 1}
 STEPS = 2
 
 
@@ -130,7 +131,7 @@ _ALL = itertools.product(SCRIPTS, [2, 3], ["sgd", "adamw"], [2, 1])
 _FAST = [("bbbs", 3, "adamw", 2), ("bnbs", 2, "sgd", 2), ("sbs", 3, "sgd", 1), ("bcbs", 2, "adamw", 1)]
 _FAST += [
     ("bvbws", 2, "sgd", 2),
-    ("bvbws", 3, "sgd", 1),
+    ("bvbw", 3, "sgd", 1),
     ("bzbh", 2, "sgd", 2),
     ("bfbb", 3, "sgd", 2),
     ("babsk", 2, "sgd", 1),
@@ -162,6 +163,31 @@ def test_offloaded(pool: Pool, tmp_path: Path, script: str, place: str, apart: b
     """``apart``: the accumulators are in host memory, or files, of a device with memory of its own."""
     where = {"device": place, "overlap_step": overlap, **({"nvme_path": str(tmp_path)} if place == "nvme" else {})}
     pool.run(4, _train, script, 3, "sgd", {**PAIRS, **RELEASE, "offload_optimizer": where}, apart, env=SOCKETS)
+
+
+def _own_part() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    engine = lt_zero.shard(model, config_of(2, PAIRS))
+    lt_zero.ShardedOptimizer(engine, torch.optim.SGD(model.parameters(), lr=0.1))
+    weight = model.blocks[0].up.weight  # type: ignore[union-attr]
+    with engine.no_sync():
+        next_token_loss(model, 0, 0, dist.get_rank()).backward()
+    with pytest.raises(RuntimeError, match="not reduced yet"):
+        local_grad(weight)
+    whole = lt_zero.full_grad(weight)
+    mine = local_grad(weight)
+    assert whole is not None
+    assert mine is not None
+    bucket, index = engine.owner[id(weight)]
+    assert torch.equal(
+        mine, torch.cat([whole.view(-1)[:0], *(whole.view(-1)[p.lo : p.hi] for p in bucket.pieces_of(index))])
+    )
+
+
+def test_a_part_is_refused_until_it_is_summed(pool: Pool) -> None:
+    """Reading it is not collective."""
+    pool.run(4, _own_part, env=SOCKETS)
 
 
 # ---- dimensions, dtypes --------------------------------------------------------------------------------------------
