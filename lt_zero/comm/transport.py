@@ -83,7 +83,7 @@ class Groups:
 
 
 class Replicas(Enum):
-    """What a reduce-scatter sums over replicas. See Note [Shard groups]."""
+    """Choice of what a reduce-scatter sums over replicas. See Note [Shard groups]."""
 
     SENT = auto()  # what is sent; the result is written, or added, afterwards
     RESULT = auto()  # the result, to which the sum of this rank's row was added

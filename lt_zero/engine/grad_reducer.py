@@ -182,7 +182,7 @@ class GradReducer:
             self._finish_oldest()
 
     def _replicas(self, bucket: Bucket, again: bool) -> Replicas:
-        """What the next reduction of ``bucket`` sums over replicas. See Note [Sums over replicas]."""
+        """Choose what the next reduction of ``bucket`` sums over replicas. See Note [Sums over replicas]."""
         if not self._exchange.sums_replicas_apart(bucket):
             return Replicas.SENT
         if self._divides and not again:
