@@ -513,7 +513,8 @@ class TolerantSum:
 class TolerantHierarchy(Hierarchy):
     """Sums of gradients inside nodes, then between them, without late ones."""
 
-    # Of a sum that was taken apart, a late node would owe what the others have taken part in before.
+    # While sums are apart, one member stands for what all have summed before (grad_reducer.py, Note [Sums over
+    # replicas]), and it may be late.
     sums_apart = False
 
     def __init__(self, *args: Any, tolerant: TolerantSum, **kwargs: Any) -> None:

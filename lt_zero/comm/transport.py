@@ -216,7 +216,8 @@ class Gloo(Transport):
         """Sum ``out`` over the replicas; it is rounded once."""
         total = out.to(wide(out.dtype))
         wait(dist.all_reduce(total, group=self._groups.across, async_op=True))
-        store(out, total, False, 1.0) if total is not out else None
+        if total is not out:
+            out.copy_(total)
 
     def sum_replicas(self, out: Tensor, dtype: torch.dtype, launch: CollectiveId) -> Work:
         return self._all([], launch, lambda: self._sum_result(out, partial(self._watch.wait, launch=launch)))
@@ -244,7 +245,8 @@ class Gloo(Transport):
             work = dist.all_reduce(flat, group=self._groups.everyone, async_op=True)
             return self._all([work], launch, lambda: store(out, summed, add, factor))
         work = dist.all_to_all_single(scratch, flat, group=self._groups.reductions, async_op=True)
-        parts, wait = scratch.chunk(self._mesh.shards), partial(self._watch.wait, launch=launch)
+        parts = scratch.chunk(self._mesh.shards)
+        wait = partial(self._watch.wait, launch=launch)
 
         def finish() -> None:
             self._store(out, sum_in_rank_order(parts, out.dtype), add, factor, replicas, wait)
@@ -275,7 +277,8 @@ class SharedMemoryTransport(Gloo):
 
     overlaps, sums_wide = False, True
     sends = WINDOWS
-    # A rank reads the sums of all ranks from their windows at once, in the order of one group: nothing is saved apart.
+    # A rank reads the gradients of all ranks from their windows at once, in the order of one group. None of these reads
+    # could be saved.
     sums_apart = False
 
     def __init__(
