@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from torch import Tensor
 from lt_zero.comm.collective_worker import CollectiveWorker
 from lt_zero.comm.send_sizes import GLOO, NODE_WINDOWS
 from lt_zero.comm.shared_memory import SharedArena
-from lt_zero.comm.transport import Gloo, Group, Groups, Mesh, exchange, sum_in_rank_order
+from lt_zero.comm.transport import Gloo, Group, Groups, Mesh, Replicas, exchange, sum_in_rank_order
 from lt_zero.comm.work import CollectiveId, CollectiveMonitor, Work
 from lt_zero.ops.flat import store, wide
 
@@ -97,18 +98,25 @@ class Hierarchy(Gloo):
             exchange(sends, ends, group)
 
     def reduce_scatter(
-        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
+        self,
+        out: Tensor,
+        flat: Tensor,
+        scratch: Tensor,
+        add: bool,
+        factor: float,
+        launch: CollectiveId,
+        replicas: Replicas = Replicas.SENT,
     ) -> Work:
         if not self._scatters:
             return super().reduce_scatter(out, flat, scratch, add, factor, launch)
 
         def run() -> None:
-            total = self._sum(flat, scratch, wide(out.dtype))
-            if self._groups.across is not None:
-                dist.all_reduce(total, group=self._groups.across)
-            store(out, total, add, factor)
+            self._store(out, self._sum(flat, scratch, wide(out.dtype)), add, factor, replicas, _wait)
 
         return self._all([self._reducing.submit(run)], launch)
+
+    def sum_replicas(self, out: Tensor, dtype: torch.dtype, launch: CollectiveId) -> Work:
+        return self._all([self._reducing.submit(lambda: self._sum_result(out, _wait))], launch)
 
     def all_reduce(
         self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
@@ -148,6 +156,11 @@ class Hierarchy(Gloo):
             rows = torch.stack([sum_in_rank_order(part.chunk(size), dtype) for part in parts])
             received = rows.new_empty(0)
         return rows.view(-1)
+
+
+def _wait(work: Any) -> None:
+    """Wait in a worker's thread; the thread that waits for the worker looks after hangs."""
+    work.wait()
 
 
 class _Staging:

@@ -30,7 +30,16 @@ from lt_zero.comm.send_sizes import BACKEND, SendSizes
 from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.comm.tolerance import FOR_EVER, TolerantHierarchy, TolerantSum, tolerance_of
 from lt_zero.comm.topology import Topology, choose, whole_nodes
-from lt_zero.comm.transport import Gloo, Groups, Mesh, SendBuffer, SendBuffers, SharedMemoryTransport, Transport
+from lt_zero.comm.transport import (
+    Gloo,
+    Groups,
+    Mesh,
+    Replicas,
+    SendBuffer,
+    SendBuffers,
+    SharedMemoryTransport,
+    Transport,
+)
 from lt_zero.comm.work import FENCE, Done, Work, WorkList
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
@@ -372,6 +381,11 @@ class ShardGroup(Ranks):
         """True if ``reduce_scatter`` adds in the dtype of ``out``, whatever the dtype in which gradients are sent."""
         return self.process_group is None or self._sums.sums_wide
 
+    @property
+    def sums_replicas_apart(self) -> bool:
+        """True if ``reduce_scatter`` may leave the sums over replicas to ``sum_replicas``."""
+        return self.process_group is not None and self._sums.sums_apart
+
     def factors(self, wire: torch.dtype) -> tuple[float, float]:
         """Factors of gradients sent as ``wire``, before and after the sum.
 
@@ -460,11 +474,14 @@ class ShardGroup(Ranks):
         launch = self.order.launch("all-gather in the node", name, flat.numel())
         return self.log.follow(opened, self._in_node.all_gather(flat, None, launch))
 
-    def reduce_scatter(self, out: Tensor, send: SendBuffer, add: bool, name: str) -> Work:
+    def reduce_scatter(
+        self, out: Tensor, send: SendBuffer, add: bool, name: str, replicas: Replicas = Replicas.SENT
+    ) -> Work:
         """Average ``send`` (``mesh.shards`` shards) over all ranks; write this rank's shard to ``out``, or add it.
 
         ``send`` must not be used until the wait, after which it is undefined. If ``sums_wide``, it may have a narrower
-        dtype than ``out``: the sum is as exact as if it had been cast before.
+        dtype than ``out``: the sum is as exact as if it had been cast before. ``replicas``: what is summed over them;
+        other than ``SENT`` where ``sums_replicas_apart``.
         """
         flat, after = send.flat, self.factors(send.flat.dtype)[1]
         self._require_device(flat, name)
@@ -472,7 +489,18 @@ class ShardGroup(Ranks):
             return WorkList([], lambda: store(out, flat, add, after))
         opened = self.log.open("reduce_scatter", name, flat.nbytes)
         launch = self.order.launch_reduction("reduce-scatter", name, flat.numel())
-        return self.log.follow(opened, self._sums.reduce_scatter(out, flat, send.scratch, add, after, launch))
+        given = out, flat, send.scratch, add, after, launch, replicas
+        return self.log.follow(opened, self._sums.reduce_scatter(*given))
+
+    def sum_replicas(self, out: Tensor, dtype: torch.dtype, name: str) -> Work:
+        """Sum ``out`` (1D, a shard) over the replicas, in place, after reductions that summed ``NOTHING`` over them.
+
+        ``dtype``: in which it is sent, unless the transport ``sums_wide``.
+        """
+        self._require_device(out, name)
+        opened = self.log.open("all_reduce", name, out.nbytes)
+        launch = self.order.launch_reduction("sum over replicas", name, out.numel())
+        return self.log.follow(opened, self._sums.sum_replicas(out, dtype, launch))
 
     def all_reduce(self, out: Tensor, send: SendBuffer, add: bool, name: str) -> Work:
         """Average ``send`` (one equal part per rank) over the ranks, and write all of it to ``out``, or add it."""

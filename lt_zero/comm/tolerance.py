@@ -43,7 +43,7 @@ from lt_zero.comm.collective_worker import Procedure
 from lt_zero.comm.hierarchy import Hierarchy
 from lt_zero.comm.point_to_point import MEASURED, link_seconds, send_all
 from lt_zero.comm.topology import whole_nodes
-from lt_zero.comm.transport import Group, Mesh
+from lt_zero.comm.transport import Group, Mesh, Replicas
 from lt_zero.comm.work import CollectiveId, Work
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.worker import Worker
@@ -513,12 +513,23 @@ class TolerantSum:
 class TolerantHierarchy(Hierarchy):
     """Sums of gradients inside nodes, then between them, without late ones."""
 
+    # While sums are apart, one member stands for what all have summed before (grad_reducer.py, Note [Sums over
+    # replicas]), and it may be late.
+    sums_apart = False
+
     def __init__(self, *args: Any, tolerant: TolerantSum, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._tolerant = tolerant
 
     def reduce_scatter(
-        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
+        self,
+        out: Tensor,
+        flat: Tensor,
+        scratch: Tensor,
+        add: bool,
+        factor: float,
+        launch: CollectiveId,
+        replicas: Replicas = Replicas.SENT,
     ) -> Work:
         def run() -> None:
             store(out, self._mean(flat, scratch, out, launch), add, factor)

@@ -10,6 +10,8 @@ Note [Shard groups]
     MiCS, arXiv:2205.00119, section 3.2: the ranks are a grid of replicas (rows of neighbouring ranks) and shards
     (columns). A replica has all shards, so gathers stay inside a row. Gradients are summed in a row, then the sums of
     a shard in its column. Both sums give all ranks of a column the same bits, so that replicas stay equal.
+    Columns cross between nodes. So where several micro-batches are added up, a row's sums are added to the accumulator
+    in each of them, and the accumulator is summed over the column once (section 3.4, "2-hop gradient synchronization").
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,6 +82,14 @@ class Groups:
     across: Group | None = None
 
 
+class Replicas(Enum):
+    """Choice of what a reduce-scatter sums over replicas. See Note [Shard groups]."""
+
+    SENT = auto()  # what is sent; the result is written, or added, afterwards
+    RESULT = auto()  # the result, to which the sum of this rank's row was added
+    NOTHING = auto()  # the result is that of this rank's row
+
+
 class Transport:
     """The collectives of a device's backend, such as NCCL. Methods start them; tensors are 1D."""
 
@@ -102,6 +114,11 @@ class Transport:
         """The arena for buffers of reductions, which peers read in place; None: any memory will do."""
         return None
 
+    @property
+    def sums_apart(self) -> bool:
+        """True if sums over replicas may be left out, to be taken by ``sum_replicas``."""
+        return self._scatters and self._groups.across is not None
+
     def _own(self, flat: Tensor) -> Tensor:
         """This rank's shard. (``chunk`` makes all of them: 4 ms at 2,048 ranks.)"""
         numel = flat.numel() // self._mesh.shards
@@ -114,22 +131,48 @@ class Transport:
         return WorkList([self._all_gather(flat, self._own(flat), group=group or self._groups.gathers, async_op=True)])
 
     def reduce_scatter(
-        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
+        self,
+        out: Tensor,
+        flat: Tensor,
+        scratch: Tensor,
+        add: bool,
+        factor: float,
+        launch: CollectiveId,
+        replicas: Replicas = Replicas.SENT,
     ) -> Work:
-        """Write ``factor`` times the sum of the ranks' shards of ``flat`` to ``out``, or add it."""
+        """Write ``factor`` times the sum of the ranks' shards of ``flat`` to ``out``, or add it.
+
+        ``replicas``: other than ``SENT`` if it ``sums_apart``.
+        """
         mine, groups = self._own(flat), self._groups
         if not self._scatters:
             work = dist.all_reduce(flat, group=groups.everyone, async_op=True)
-        else:
-            # In place: the output is this rank's shard of the input.
-            work = self._reduce_scatter(mine, flat, group=groups.reductions, async_op=True)
-            if groups.across is not None:
-                # The sum over replicas needs the result of the first. Waiting on a stream of its own orders the two
-                # without stopping the computation, as a wait on the current stream would.
-                with accelerator.use(self._side):
-                    work.wait()
-                    work = dist.all_reduce(mine, group=groups.across, async_op=True)
-        return WorkList([work], lambda: store(out, mine, add, factor))
+            return WorkList([work], lambda: store(out, mine, add, factor))
+        # In place: the output is this rank's shard of the input.
+        work = self._reduce_scatter(mine, flat, group=groups.reductions, async_op=True)
+        if groups.across is None or replicas is Replicas.NOTHING:
+            return WorkList([work], lambda: store(out, mine, add, factor))
+        # The sum over replicas needs the result of the first. Waiting on a stream of its own orders the two without
+        # stopping the computation, as a wait on the current stream would.
+        with accelerator.use(self._side):
+            work.wait()
+            if replicas is Replicas.SENT:
+                work = dist.all_reduce(mine, group=groups.across, async_op=True)
+                return WorkList([work], lambda: store(out, mine, add, factor))
+            store(out, mine, add, factor)
+            return self._sum_replicas(out, mine)
+
+    def sum_replicas(self, out: Tensor, dtype: torch.dtype, launch: CollectiveId) -> Work:
+        """Sum ``out``, a shard, over the replicas, sent in ``dtype``."""
+        return self._sum_replicas(out, out if out.dtype == dtype else torch.empty_like(out, dtype=dtype))
+
+    def _sum_replicas(self, out: Tensor, sent: Tensor) -> Work:
+        """Sum ``out`` over the replicas; ``sent``, of as many elements, is used if it has another dtype."""
+        if sent.dtype == out.dtype:
+            return WorkList([dist.all_reduce(out, group=self._groups.across, async_op=True)])
+        sent.copy_(out)
+        work = dist.all_reduce(sent, group=self._groups.across, async_op=True)
+        return WorkList([work], lambda: store(out, sent, False, 1.0))
 
     def all_reduce(
         self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
@@ -153,6 +196,32 @@ class Gloo(Transport):
     def _all(self, works: list[Any], launch: CollectiveId | None, finish: Any = None) -> WorkList:
         return WorkList(works, finish, self._watch, launch)
 
+    def _store(
+        self,
+        out: Tensor,
+        total: Tensor,
+        add: bool,
+        factor: float,
+        replicas: Replicas,
+        wait: Callable[[Any], object],
+    ) -> None:
+        """Store ``total``, the sum of this rank's row, after or before a sum over ``replicas``."""
+        if replicas is Replicas.SENT and self._groups.across is not None:
+            wait(dist.all_reduce(total, group=self._groups.across, async_op=True))
+        store(out, total, add, factor)
+        if replicas is Replicas.RESULT:
+            self._sum_result(out, wait)
+
+    def _sum_result(self, out: Tensor, wait: Callable[[Any], object]) -> None:
+        """Sum ``out`` over the replicas; it is rounded once."""
+        total = out.to(wide(out.dtype))
+        wait(dist.all_reduce(total, group=self._groups.across, async_op=True))
+        if total is not out:
+            out.copy_(total)
+
+    def sum_replicas(self, out: Tensor, dtype: torch.dtype, launch: CollectiveId) -> Work:
+        return self._all([], launch, lambda: self._sum_result(out, partial(self._watch.wait, launch=launch)))
+
     def all_gather(
         self, flat: Tensor, own: Tensor | None, launch: CollectiveId | None, group: Group | None = None
     ) -> Work:
@@ -162,20 +231,25 @@ class Gloo(Transport):
         return self._all([dist.broadcast(s, peer, group, async_op=True) for s, peer in shards], launch)
 
     def reduce_scatter(
-        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
+        self,
+        out: Tensor,
+        flat: Tensor,
+        scratch: Tensor,
+        add: bool,
+        factor: float,
+        launch: CollectiveId,
+        replicas: Replicas = Replicas.SENT,
     ) -> Work:
         if not self._scatters:
             summed = self._own(flat)
             work = dist.all_reduce(flat, group=self._groups.everyone, async_op=True)
             return self._all([work], launch, lambda: store(out, summed, add, factor))
         work = dist.all_to_all_single(scratch, flat, group=self._groups.reductions, async_op=True)
-        parts, across = scratch.chunk(self._mesh.shards), self._groups.across
+        parts = scratch.chunk(self._mesh.shards)
+        wait = partial(self._watch.wait, launch=launch)
 
         def finish() -> None:
-            total = sum_in_rank_order(parts, out.dtype)
-            if across is not None:
-                self._watch.wait(dist.all_reduce(total, group=across, async_op=True), launch)
-            store(out, total, add, factor)
+            self._store(out, sum_in_rank_order(parts, out.dtype), add, factor, replicas, wait)
 
         return self._all([work], launch, finish)
 
@@ -203,6 +277,9 @@ class SharedMemoryTransport(Gloo):
 
     overlaps, sums_wide = False, True
     sends = WINDOWS
+    # A rank reads the gradients of all ranks from their windows at once, in the order of one group. None of these reads
+    # could be saved.
+    sums_apart = False
 
     def __init__(
         self,
@@ -233,10 +310,17 @@ class SharedMemoryTransport(Gloo):
         return Done()
 
     def reduce_scatter(
-        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
+        self,
+        out: Tensor,
+        flat: Tensor,
+        scratch: Tensor,
+        add: bool,
+        factor: float,
+        launch: CollectiveId,
+        replicas: Replicas = Replicas.SENT,
     ) -> Work:
         if not self._arena.has(flat):
-            return super().reduce_scatter(out, flat, scratch, add, factor, launch)
+            return super().reduce_scatter(out, flat, scratch, add, factor, launch, replicas)
         entered, mesh = Barrier(self._arena, REDUCTIONS), self._mesh
         first = mesh.shard_rank * (flat.numel() // mesh.shards)
         return self._all([entered], launch, lambda: self._arena.sum(flat, first, out, add, factor))

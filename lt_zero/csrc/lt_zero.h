@@ -88,6 +88,7 @@ typedef struct {
     int64_t first, row, stride; // where the elements are in their parameter
     uint64_t seed;              // of the parameter
     uint64_t step;
+    const float *counter;       // where the elements are: the step, instead of `step`; or NULL
     const float *src;
     void *dst;
 } lt_rounding;
@@ -195,6 +196,7 @@ int64_t lt_cuda_topk_scratch(int64_t numel);
 int lt_cuda_select_topk(const float *c, int64_t numel, int64_t k, int32_t *indices, void *scratch, void *stream);
 int lt_cuda_accumulate(const lt_pairs *, void *stream);
 int lt_cuda_cast_scale(const lt_pairs *, void *stream);
+int lt_cuda_round_stochastic(const lt_rounding *, void *stream);
 // dst (fp32) = src (16-bit) where dst, rounded, differs from it. The factor and scale of pairs are not used.
 int lt_cuda_take_edits(const lt_pairs *, void *stream);
 

@@ -770,7 +770,7 @@ class Engine(ProcessLocal):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context in which unsharded gradients (stages 0 and 1) are accumulated locally and not reduced."""
+        """Context in which unsharded gradients (stages 0 and 1) stay on their rank, others in their replica."""
         before, self.reducer.sync = self.reducer.sync, False
         try:
             yield

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lt_zero.comm.compression import Residuals
 from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.transport import SendBuffer
+from lt_zero.comm.transport import Replicas, SendBuffer
 from lt_zero.comm.work import Work
 from lt_zero.engine.bucket import Bucket
 from lt_zero.optim.exchanging import ExchangingOptimizer
@@ -99,8 +99,17 @@ class GradientExchange:
     def begin_flush(self, buckets: Sequence[Bucket]) -> None:
         """Prepare what ``buckets`` have accumulated locally (``grads.local``), which is reduced next. Collective."""
 
-    def reduce(self, bucket: Bucket, out: Tensor, send: SendBuffer, add: bool) -> Work:
-        """Start reducing the gradients of ``bucket``, which are in ``send``, into ``out`` (1D), or add them there."""
+    def sums_replicas_apart(self, bucket: Bucket) -> bool:
+        """True if ``reduce`` may leave the sum over replicas of ``bucket`` to ``ShardGroup.sum_replicas``."""
+        return False
+
+    def reduce(
+        self, bucket: Bucket, out: Tensor, send: SendBuffer, add: bool, replicas: Replicas = Replicas.SENT
+    ) -> Work:
+        """Start reducing the gradients of ``bucket``, which are in ``send``, into ``out`` (1D), or add them there.
+
+        ``replicas``: what is summed over them; other than ``SENT`` if it ``sums_replicas_apart``.
+        """
         raise NotImplementedError
 
     # ---- a step ------------------------------------------------------------------------------------------------
@@ -197,6 +206,12 @@ class PlainExchange(GradientExchange):
                 f"(optimizer.type: {name}) instead of building it, {optimizer.prepared_at}."
             )
 
-    def reduce(self, bucket: Bucket, out: Tensor, send: SendBuffer, add: bool) -> Work:
-        collective = bucket.group.reduce_scatter if bucket.is_cut else bucket.group.all_reduce
-        return collective(out, send, add, bucket.name)
+    def sums_replicas_apart(self, bucket: Bucket) -> bool:
+        return bucket.is_cut and bucket.group.sums_replicas_apart
+
+    def reduce(
+        self, bucket: Bucket, out: Tensor, send: SendBuffer, add: bool, replicas: Replicas = Replicas.SENT
+    ) -> Work:
+        if bucket.is_cut:
+            return bucket.group.reduce_scatter(out, send, add, bucket.name, replicas)
+        return bucket.group.all_reduce(out, send, add, bucket.name)

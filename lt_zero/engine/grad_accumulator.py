@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lt_zero import ops
 from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.transport import Replicas
 from lt_zero.common import accelerator
 from lt_zero.common.compat import without_grad
 from lt_zero.engine.layout import BucketLayout, Piece
@@ -32,6 +33,8 @@ class GradAccumulator:
     ``shown`` lends the products to user code; what that leaves as it is gets its factor back, so that reading on one
     rank rounds nothing that other ranks do not round.
     Those of an accumulation window that were not reduced yet are in ``local`` (all elements).
+    While it is ``partial``, what is stored are sums over the ranks of one replica (transport.py, Note [Shard groups]):
+    of all replicas together they are the gradients.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class GradAccumulator:
         self._factor: Tensor | None = None  # deferred; 0D
         # While ``values`` are the products that ``shown`` has lent: what was stored, and its factor.
         self._lent: tuple[Tensor, Tensor] | None = None
+        self.partial = False
         self.valid: set[int] = set()  # parameters that were reduced since their gradient was cleared
         self.used: set[int] = set()  # parameters that had a gradient on this rank
         self.local: Tensor | None = None  # 1D, all elements: gradients not reduced yet (stages 0 and 1)
@@ -110,20 +114,41 @@ class GradAccumulator:
         """True if gradients go to the accumulator as they are: one rank, and no other dtype on the wire."""
         return self._plan.skips_collective
 
-    def target(self) -> tuple[Tensor, bool]:
+    def target(self, replicas: Replicas = Replicas.SENT) -> tuple[Tensor, bool]:
         """The tensor (1D, elements [shard_range)) for the result of a reduction that is launched next.
 
         Returns it, and whether the reduction has to add to it. Call ``arrived`` once the result is there.
+        ``replicas``: what is summed over them: ``RESULT`` exactly if it is ``partial``, unless it stays so.
         """
         self.apply_deferred_scale()
         if self._store is self._none:
             self._store = self._places.step.store("grad", self._numel, self.dtype)
         if not self.accumulated:
             self.values = self._store
-        target = self.values.target(add=bool(self.valid))
+        if replicas is Replicas.NOTHING and self.valid and not self.partial and not self.stands_for_all:
+            # What is here is summed over the replicas already: one of them keeps it for the sum of all.
+            self.values.overwrite().zero_()
+        target = self.values.target(add=bool(self.valid), whole=replicas is Replicas.RESULT)
+        self.partial = replicas is Replicas.NOTHING
         self.changes += 1
         self.valid.update(i for i, p in enumerate(self._params) if p.requires_grad)
         return target
+
+    def partial_target(self) -> Tensor:
+        """The ``partial`` values (1D, elements [shard_range)) on the device, to be summed over the replicas in place.
+
+        Call ``arrived`` once the sums are there.
+        """
+        self.apply_deferred_scale()
+        target, _ = self.values.target(add=True, whole=True)
+        self.partial = False
+        self.changes += 1
+        return target
+
+    @property
+    def stands_for_all(self) -> bool:
+        """True if this rank's replica has, while all are ``partial``, what is the same for all of them."""
+        return self._group.mesh.replica == 0
 
     def arrived(self) -> None:
         """Take the result of a reduction, which is in ``target`` now."""
@@ -200,6 +225,7 @@ class GradAccumulator:
         self.changes += 1
         self.valid -= indices
         self.used -= indices
+        self.partial = self.partial and bool(self.valid)
         if not self.valid and not self.used:
             if not self._dropping:
                 self._dropping = True

@@ -16,6 +16,13 @@ Note [Wide buckets]
     pipeline share) is reduced at the step. In backward these ranks may wait for each other, as each gets its gradients
     from the next, so a rank that waited for this reduction before it sends them would never end. They have other
     buckets beside it, in another order. For the same reasons its parameters stay gathered.
+
+Note [Sums over replicas]
+    Shard groups (transport.py, Note [Shard groups]) sum gradients over their replicas once for all micro-batches of a
+    step. In the last one this goes on beside backward, as buckets become complete. Where a step comes without one, in
+    manual optimization, say, or something reads gradients before, the buckets that lack the sum get it then, all of
+    them in the order of reductions: ``sum_replicas``. If more micro-batches follow, only one replica goes on with the
+    sums that there are (``GradAccumulator.target``), so that the next sum counts them once.
 """
 
 from __future__ import annotations
@@ -26,7 +33,7 @@ from collections.abc import Callable, Collection
 import torch
 
 from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.transport import SendBuffer
+from lt_zero.comm.transport import Replicas, SendBuffer
 from lt_zero.comm.work import Done, Work
 from lt_zero.common.timing import phase
 from lt_zero.engine.bucket import Bucket
@@ -63,7 +70,9 @@ class GradReducer:
         self._in_flight: deque[tuple[Bucket, Work, SendBuffer | None]] = deque()
         self._leaving: deque[GradAccumulator] = deque()  # being written
         self.on_reduced: Callable[[Bucket], bool] | None = None  # steps a reduced bucket early, if it returns True
-        self.sync = True  # False inside no_sync: buckets whose gradients are not sharded stay local
+        # False inside no_sync: buckets whose gradients are not sharded stay local, others are not summed over replicas.
+        self.sync = True
+        self.ends_at_step = False  # any backward may be the last one of its step: replicas are summed by the step
         # That can get gradients in this backward; None: all. Of others only what was accumulated locally is reduced.
         self.scope: Collection[Bucket] | None = None
 
@@ -95,6 +104,8 @@ class GradReducer:
         for bucket in self._order[self._head :]:
             if self._is_awaited(bucket):
                 self._launch(bucket)
+        if not self._divides:
+            self.sum_replicas()
         self.drain()
         if not self._learnt and self.sync:
             # From now on, buckets are reduced in the order in which the first rank completed them in this backward.
@@ -111,12 +122,29 @@ class GradReducer:
         waits = not self.sync or self._exchange.reduces_at_step
         return bucket.is_wide or (waits and not bucket.sharding.grads)
 
+    @property
+    def _divides(self) -> bool:
+        """True if the running backward leaves sums over replicas to a later one, or to the step."""
+        return not self.sync or self.ends_at_step
+
     def flush(self) -> None:
-        """Reduce gradients that were accumulated locally without a final synchronised backward."""
+        """Reduce gradients that were accumulated without a final synchronised backward."""
+        self.sum_replicas()
         waiting = [bucket for bucket in self._order if bucket.grads.local is not None]
         if waiting:
             self._exchange.begin_flush(waiting)
             self.reduce_again(waiting)
+
+    def sum_replicas(self) -> None:
+        """Sum over the replicas what is not yet. Collective. See Note [Sums over replicas]."""
+        partial = [bucket for bucket in self._order if bucket.grads.partial]
+        for bucket in partial:
+            self._make_room()
+            grads = bucket.grads
+            work = bucket.group.sum_replicas(grads.partial_target(), grads.send_dtype(grads.dtype), bucket.name)
+            self._in_flight.append((bucket, work, None))
+        if partial:
+            self.drain()
 
     def reduce_again(self, buckets: list[Bucket]) -> None:
         """Reduce gradients that arrived after their bucket's reduction. Collective: the same buckets on all ranks."""
@@ -130,14 +158,14 @@ class GradReducer:
         if not again and self._keeps_local(bucket):
             bucket.grads.accumulate_local()
             return
-        while len(self._in_flight) >= IN_FLIGHT:
-            self._finish_oldest()
+        self._make_room()
         grads, send = bucket.grads, self._filled_buffer(bucket)
+        replicas = self._replicas(bucket, again)
         work: Work = Done()
         try:
-            out, add = grads.target()
+            out, add = grads.target(replicas)
             if send is not None:
-                work = self._exchange.reduce(bucket, out, send, add)
+                work = self._exchange.reduce(bucket, out, send, add, replicas)
             else:
                 grads.take(out, add)
         except BaseException:
@@ -147,6 +175,19 @@ class GradReducer:
         self._in_flight.append((bucket, work, send))
         if not self._overlap:
             self._finish_oldest()
+
+    def _make_room(self) -> None:
+        """Finish reductions until another one may be launched."""
+        while len(self._in_flight) >= IN_FLIGHT:
+            self._finish_oldest()
+
+    def _replicas(self, bucket: Bucket, again: bool) -> Replicas:
+        """Choose what the next reduction of ``bucket`` sums over replicas. See Note [Sums over replicas]."""
+        if not self._exchange.sums_replicas_apart(bucket):
+            return Replicas.SENT
+        if self._divides and not again:
+            return Replicas.NOTHING
+        return Replicas.RESULT if bucket.grads.partial else Replicas.SENT
 
     def _filled_buffer(self, bucket: Bucket) -> SendBuffer | None:
         """A buffer with the gradients of ``bucket`` that are sent; None: they are not sent."""
@@ -176,7 +217,7 @@ class GradReducer:
         # Only after the wait: until then the collective reads the buffer.
         if send is not None:
             self._buffers[bucket.group].give_back(send)
-        taken = self.on_reduced is not None and self.on_reduced(bucket)
+        taken = self.on_reduced is not None and not bucket.grads.partial and self.on_reduced(bucket)
         if bucket.grads.streamed and not taken:
             bucket.grads.end_use()
             self._leaving.append(bucket.grads)

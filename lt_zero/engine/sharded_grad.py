@@ -90,6 +90,8 @@ class ShownBy(Protocol):
 
     def norm(self, place: Place, norm_type: float) -> Tensor: ...
 
+    def complete(self) -> None: ...
+
 
 def local_rows(bucket: Bucket, index: int, write: bool = True) -> list[Tensor]:
     """This rank's rows (1D) of a gradient: all elements of the unreduced one, and the piece of the reduced one."""
@@ -223,8 +225,10 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _call_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function of torch with stand-ins of gradients of which this rank has all elements."""
     me = args[0] if args and isinstance(args[0], ShardedGrad) else None
-    if me is not None and func in SAME and me._owners()[0].grads.lacks_factor:
+    if me is not None and func in SAME and (me._owners()[0].grads.lacks_factor or me._owners()[0].grads.partial):
         return me
+    if not _is_linear(func, args, kwargs):
+        _complete(args, kwargs)
     name = getattr(func, "__name__", "")
     # What these return shares no memory with the gradient, so a product that is dropped afterwards will do.
     reads = func in NORMS or (func in _ELEMENTWISE and func not in _CONVERTING)
@@ -310,8 +314,7 @@ def _change(me: _Sharded, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if func is Tensor.copy_ and not (len(args) > 1 and isinstance(args[1], _Sharded)):
         # Ranks may have different values there, of which each would take a part.
         raise _refusal(func, me)
-    linear = func in _LINEAR and kwargs.get("rounding_mode") is None
-    if not linear or any(isinstance(operand, _Sharded) for operand in iter_tensors((args[1:], kwargs))):
+    if not _is_linear(func, args, kwargs):
         _require_all(func, args, kwargs)
     if any(operand.dim() > 0 for operand in iter_tensors((args[1:], kwargs))):
         func(*map_tensors(args, _on_meta), **map_tensors(kwargs, _on_meta))  # raises torch's errors
@@ -334,12 +337,26 @@ def _edit_of_item(me: _Sharded, item: Any, value: Any) -> tuple[Any, tuple[Any, 
     return None
 
 
+def _is_linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if a function may be applied to the summands of its first argument, a gradient, instead."""
+    operands = any(isinstance(operand, _Sharded) for operand in iter_tensors((args[1:], kwargs)))
+    return func in _LINEAR and kwargs.get("rounding_mode") is None and not operands
+
+
+def _complete(args: Any, kwargs: Any) -> None:
+    """Sum gradients among the arguments over the replicas, where that is to come. Collective then."""
+    for grad in iter_tensors((args, kwargs)):
+        if isinstance(grad, ShardedGrad) and (owners := grad._owners())[0].grads.partial:
+            owners[2].complete()
+
+
 def _require_all(func: Any, args: Any, kwargs: Any) -> None:
-    """Check that the rows of gradients among the arguments are their elements, and not summands of them.
+    """Make the rows of gradients among the arguments their elements, not summands of them. Collective if they are.
 
     Raises:
-        RuntimeError: on all ranks, they are not.
+        RuntimeError: on all ranks, they are summands that cannot be summed yet.
     """
+    _complete(args, kwargs)
     for grad in iter_tensors((args, kwargs)):
         if not isinstance(grad, ShardedGrad):
             continue

@@ -17,7 +17,7 @@ parameter counts as used, and there are no second reductions.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import islice
 
@@ -45,7 +45,7 @@ from lt_zero.offload.store import Store
 def is_view(bucket: Bucket) -> bool:
     """True if ``p.grad`` is, or may be, a view of the accumulator."""
     local = bucket.grads.local
-    if local is None and (bucket.offloaded or bucket.grads.lacks_factor):
+    if local is None and (bucket.offloaded or bucket.grads.lacks_factor or bucket.grads.partial):
         return False
     dtype = local.dtype if local is not None else bucket.grads.values.dtype
     return is_whole(bucket) and dtype == bucket.dtype
@@ -67,17 +67,25 @@ def _replace(bucket: Bucket, index: int, value: Tensor, parts: Parts) -> None:
     """
     if isinstance(value, ShardedValues) and value._owners()[:2] == (bucket, index):
         for row, new in zip(local_rows(bucket, index), value._rows(False), strict=True):
-            row.copy_(new)
+            _assign(bucket, row, new)
         bucket.grads.put_away()
         return
     if not is_whole(bucket):
         name = bucket.layout.spans[index].name
         raise RuntimeError(f"`p.grad` of {name!r} was replaced, but its gradient is sharded over the ranks. {REMEDY}")
     for local in local_rows(bucket, index):
-        local.copy_(parts.cut(bucket.params[index], value).reshape(-1))
+        _assign(bucket, local, parts.cut(bucket.params[index], value).reshape(-1))
     bucket.grads.put_away()
     if index not in bucket.grads.used and bool(value.any()):
         bucket.grads.used.add(index)
+
+
+def _assign(bucket: Bucket, row: Tensor, value: Tensor) -> None:
+    """Copy what the user has assigned, the same on all ranks, to a row of gradients."""
+    if bucket.grads.partial and not bucket.grads.stands_for_all:
+        row.zero_()
+    else:
+        row.copy_(value)
 
 
 class GradViews:
@@ -92,10 +100,12 @@ class GradViews:
         changes: counts what may change which parameters have a gradient.
         defers: the gradients will be multiplied by a factor that rounds, which is deferred. There are no views of them:
             one that user code keeps from an earlier micro-batch would lack the factor.
+        complete: sums over the replicas what is not yet (``GradReducer.sum_replicas``). Collective.
     """
 
     def __init__(self, peers: Ranks, buckets: list[Bucket], parts: Parts) -> None:
         self._peers, self._buckets, self.parts = peers, buckets, parts
+        self.complete: Callable[[], None] = lambda: None
         self.shown: dict[Place, Tensor | None] = {}
         self._hidden: dict[Place, ShardedGrad] = {}  # stand-ins of the last backward, for reuse
         self._places: set[Place] = set()  # the places of all shown gradients
@@ -126,7 +136,8 @@ class GradViews:
         if self.held or not self.shown:
             return False
         for bucket, accumulator in zip(self._buckets, self._accumulators, strict=True):
-            if bucket.grads.local is not None or bucket.grads.values is not accumulator:
+            grads = bucket.grads
+            if grads.local is not None or grads.partial or grads.values is not accumulator:
                 return False
         # Compare all parameters, not only those shown: a gradient may have been set where no rank had one.
         with without_torch_function():
@@ -267,6 +278,7 @@ class GradViews:
         if place[0].grads.local is not None:
             raise RuntimeError(f"Only a part of the gradient of {name!r} is reduced. Ask after the last micro-batch.")
         if norm_type not in self.norms:
+            self.complete()
             self.norms[norm_type] = self._compute_norms(norm_type)
         if place not in self.norms[norm_type]:
             raise RuntimeError(f"This gradient of {name!r} is that of an earlier step. Read p.grad again.")
@@ -336,6 +348,7 @@ class UnusedParameters:
         sums_late: bool,
     ) -> None:
         self._peers, self._buckets, self._views, self._reducer = peers, buckets, views, reducer
+        views.complete = reducer.sum_replicas
         self._files, self._same_on_ranks, self._buffers = files, same_on_ranks, buffers
         self._wide: dict[ShardGroup, list[Bucket]] = {}  # of ranks with other models, which have flags of their own
         for bucket in buckets:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lt_zero.comm.compression import Costs, Residuals
 from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.transport import SendBuffer
+from lt_zero.comm.transport import Replicas, SendBuffer
 from lt_zero.comm.work import Work
 from lt_zero.common.units import format_bytes
 from lt_zero.engine.bucket import Bucket
@@ -144,11 +144,16 @@ class GradientCompression(PlainExchange):
         """True if the running step's gradients are compressed."""
         return self.steps >= self._warmup
 
-    def reduce(self, bucket: Bucket, out: Tensor, send: SendBuffer, add: bool) -> Work:
+    def sums_replicas_apart(self, bucket: Bucket) -> bool:
+        return bucket not in self.of_bucket and super().sums_replicas_apart(bucket)
+
+    def reduce(
+        self, bucket: Bucket, out: Tensor, send: SendBuffer, add: bool, replicas: Replicas = Replicas.SENT
+    ) -> Work:
         feedback = self.of_bucket.get(bucket)
         residuals = feedback.begin() if feedback is not None else None
         if feedback is None or residuals is None:
-            return super().reduce(bucket, out, send, add)
+            return super().reduce(bucket, out, send, add, replicas)
         return feedback.reduce(out, send.flat, residuals, add)
 
     def set_loss_scale(self, scale: float) -> None:

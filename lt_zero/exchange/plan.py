@@ -73,6 +73,11 @@ class ExchangePlan:
         """True if gradients that are not sharded are sent by the step, not by backward."""
         return self.kind is ExchangeKind.MOMENTA
 
+    @property
+    def sums_replicas_once(self) -> bool:
+        """True if the sum over the replicas of a shard waits for the last micro-batch of a step."""
+        return self.kind is not ExchangeKind.TOLERANT
+
     def residual_numels(self, layout: BucketLayout, is_cut: bool) -> tuple[int, int]:
         """Elements of a rank's residuals of a bucket: of what it sends, and of the mean that it sends on (0: none)."""
         return layout.numel, layout.shard_numel if self.everywhere(is_cut) else 0

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lt_zero.comm.compression import Residuals
 from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.transport import SendBuffer
+from lt_zero.comm.transport import Replicas, SendBuffer
 from lt_zero.comm.work import Work
 from lt_zero.engine.bucket import Bucket, GatherStrategy
 from lt_zero.engine.exchange import PlainExchange
@@ -124,7 +124,12 @@ class QuantizedGradients(PlainExchange):
                 gaps = gaps_between(spans, bucket.layout.shard_numel)
                 self._lossy[bucket] = Residuals(torch.empty(0), None, (), gaps)
 
-    def reduce(self, bucket: Bucket, out: Tensor, send: SendBuffer, add: bool) -> Work:
+    def sums_replicas_apart(self, bucket: Bucket) -> bool:
+        return bucket not in self._lossy and super().sums_replicas_apart(bucket)
+
+    def reduce(
+        self, bucket: Bucket, out: Tensor, send: SendBuffer, add: bool, replicas: Replicas = Replicas.SENT
+    ) -> Work:
         if (residuals := self._lossy.get(bucket)) is None:
-            return super().reduce(bucket, out, send, add)
+            return super().reduce(bucket, out, send, add, replicas)
         return bucket.group.reduce_compressed(out, send.flat, residuals, add, bucket.name)

@@ -270,7 +270,9 @@ def _check_reduced(engine: Engine, bucket: Bucket, index: int) -> None:
     engine.exchange.check_mean()
     engine.grad_views.take_assigned()  # None, by zero_grad, or a tensor
     unreduced = engine.grad_views.unreduced([(bucket, index, bucket.params[index])])
-    if unreduced or (bucket.grads.local is not None and index in bucket.grads.used):
+    grads = bucket.grads
+    summed = grads.local is None or index not in grads.used
+    if unreduced or not summed or (grads.partial and index in grads.valid):
         raise RuntimeError(
             f"The gradient of {_name(bucket, index)!r} is not reduced yet: ask after the last micro-batch, or call "
             "lt_zero.full_grad on all ranks, which reduces it."

@@ -109,13 +109,15 @@ class HostStore(Store):
         if self._sent is not None:
             self._sent.wait()
 
-    def target(self, add: bool) -> tuple[Tensor, bool]:
-        out, add = super().target(add)
+    def target(self, add: bool, whole: bool = False) -> tuple[Tensor, bool]:
+        out, add = super().target(add, whole)
         if self._link is None:
             return out, add
         landing = flat_empty(out.numel(), out.dtype, self._link.device)
-        self._landing = landing, add
-        return landing, False
+        if whole:
+            self._link.to_device.copy(landing, out).wait()
+        self._landing = landing, add and not whole
+        return landing, whole
 
     def arrived(self) -> None:
         landed, self._landing = self._landing, None

@@ -131,10 +131,11 @@ class Store:
     def sent(self) -> None:
         """Note that a gather from ``source`` was waited for."""
 
-    def target(self, add: bool) -> tuple[Tensor, bool]:
+    def target(self, add: bool, whole: bool = False) -> tuple[Tensor, bool]:
         """The tensor on the device (1D) for the result of a reduction, which replaces the values, or is added to them.
 
         Returns the tensor, and whether the reduction has to add to it. Call ``arrived`` once the result is there.
+        ``whole``: it adds to the values themselves, which are in the tensor.
         """
         return (self.write() if add else self.overwrite()), add
 

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lt_zero.common import accelerator
 from lt_zero.common.boxes import Box, ParamSpec, cut_range, flat_index
 from lt_zero.ops.dispatch import CHUNK, GPU_CHUNK, address, call, native
 from lt_zero.ops.header import STRUCTS
@@ -99,10 +100,10 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
     return a, b, c, d
 
 
-def random_bits(rows: ElementRows, seed: int, step: int, device: torch.device) -> Tensor:
+def random_bits(rows: ElementRows, seed: int, step: int | Tensor, device: torch.device) -> Tensor:
     """16 random bits (1D int32, below 65536) for each element. See Note [Random bits of an element].
 
-    ``seed``: of the parameter, 64 bits.
+    ``seed``: of the parameter, 64 bits. ``step``: a number, or one on ``device``.
     """
     count = rows.numel // rows.row
     starts = rows.first + torch.arange(count, device=device) * rows.stride
@@ -110,7 +111,9 @@ def random_bits(rows: ElementRows, seed: int, step: int, device: torch.device) -
     groups = -(-groups // GROUP)  # that a row touches, at most
     numbers = (starts // GROUP).view(-1, 1, 1) + torch.arange(groups, device=device).view(1, -1, 1)
     numbers = numbers * NUMBERS + torch.arange(NUMBERS, device=device)
-    of_step = [torch.full((), word, device=device) for word in (step & _WORD, step >> 32)]
+    # Work of the device: a counter that is there is not waited for.
+    counter = step.long().view(()) if isinstance(step, Tensor) else torch.full((), step, device=device)
+    of_step = [counter & _WORD, counter >> 32]
     words = philox((numbers & _WORD, numbers >> 32, of_step[0], of_step[1]), (seed & _WORD, seed >> 32))
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     bits = torch.stack([half.int() for half in halves], dim=2).view(count, groups * GROUP)
@@ -135,7 +138,9 @@ def _chunks(rows: ElementRows, size: int) -> Iterator[tuple[int, ElementRows]]:
             yield number * rows.row + lo, ElementRows(numel, rows.first + number * rows.stride + lo, numel)
 
 
-def round_stochastic_reference(values: Tensor, out: Tensor, rows: ElementRows, *, seed: int, step: int) -> None:
+def round_stochastic_reference(
+    values: Tensor, out: Tensor, rows: ElementRows, *, seed: int, step: int | Tensor
+) -> None:
     """Round ``values`` up or down to bf16 at random, in proportion to the distances.
 
     What is exact in bf16 stays; so do infinities, and NaN is NaN. Beyond bf16's largest finite number the nearest is
@@ -146,12 +151,12 @@ def round_stochastic_reference(values: Tensor, out: Tensor, rows: ElementRows, *
         out: 1D bf16, contiguous; written.
         rows: where the elements are in their parameter.
         seed: of the parameter, 64 bits.
-        step: of the parameter.
+        step: of the parameter; a tensor of one number on the device of the values is not waited for.
 
     Raises:
         ValueError: sizes, dtypes or devices do not fit.
     """
-    _check(values, out, rows)
+    _check(values, out, rows, step)
     size = CHUNK if values.device.type == "cpu" else GPU_CHUNK
     for lo, some in _chunks(rows, size) if rows.numel > 0 else ():
         value = values[lo : lo + some.numel]
@@ -161,20 +166,26 @@ def round_stochastic_reference(values: Tensor, out: Tensor, rows: ElementRows, *
         out[lo : lo + some.numel] = torch.where((bits & 0x7FFFFFFF) > _LARGEST, value, rounded)
 
 
-def round_stochastic(values: Tensor, out: Tensor, rows: ElementRows, *, seed: int, step: int) -> None:
-    """``round_stochastic_reference`` by a kernel on the CPU, with the same bits."""
-    lib = native(values.device) if values.device.type == "cpu" else None
+def round_stochastic(values: Tensor, out: Tensor, rows: ElementRows, *, seed: int, step: int | Tensor) -> None:
+    """``round_stochastic_reference`` by a kernel, with the same bits."""
+    lib = native(values.device)
     if lib is None:
         round_stochastic_reference(values, out, rows, seed=seed, step=step)
         return
-    _check(values, out, rows)
+    _check(values, out, rows, step)
+    counter = step.detach().float() if isinstance(step, Tensor) else None
     given = STRUCTS["lt_rounding"](
-        **rows._asdict(), seed=seed, step=step, src=address(values.detach()), dst=address(out.detach())
+        **rows._asdict(),
+        seed=seed,
+        step=0 if isinstance(step, Tensor) else step,
+        counter=address(counter),
+        src=address(values.detach()),
+        dst=address(out.detach()),
     )
     call(lib, "round_stochastic", values.device, ctypes.byref(given))
 
 
-def _check(values: Tensor, out: Tensor, rows: ElementRows) -> None:
+def _check(values: Tensor, out: Tensor, rows: ElementRows, step: int | Tensor) -> None:
     for name, tensor, dtype in (("values", values, torch.float32), ("out", out, torch.bfloat16)):
         fits = tensor.dtype == dtype and tuple(tensor.shape) == (rows.numel,) and tensor.is_contiguous()
         if not fits or tensor.device != values.device:
@@ -184,6 +195,10 @@ def _check(values: Tensor, out: Tensor, rows: ElementRows) -> None:
             )
     if rows.numel > 0 and (rows.row < 1 or rows.numel % rows.row or rows.first < 0 or rows.stride < 0):
         raise ValueError(f"{rows} are not rows of a parameter.")
+    if isinstance(step, Tensor) and (step.numel() != 1 or step.device != values.device):
+        raise ValueError(
+            f"step has shape {tuple(step.shape)}, on {step.device}; one number on {values.device} is needed."
+        )
 
 
 # ---- for steps -------------------------------------------------------------------------------------------------------
@@ -226,7 +241,7 @@ class RoundStochastic:
         if master.dtype != torch.bfloat16:
             master.copy_(values)
             return
-        step, seed = _count(state), _seed_of(state.setdefault(_SEED, self.seed), spec.name)
+        step, seed = _count(state, values.device), _seed_of(state.setdefault(_SEED, self.seed), spec.name)
         flat, out, done = values.detach().float().reshape(-1), master.view(-1), 0
         for rows in rows_of(spec, lo, lo + flat.numel()):
             part = slice(done, done + rows.numel)
@@ -240,9 +255,15 @@ def _seed_of(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _count(state: dict[str, Any]) -> int:
-    """The number of the step that ``state`` is after; counted here if the optimizer (SGD, Lion) does not."""
+def _count(state: dict[str, Any], device: torch.device) -> int | Tensor:
+    """The number of the step that ``state`` is after; counted here if the optimizer (SGD, Lion) does not.
+
+    A counter on ``device``, an accelerator, where torch's fused and capturable optimizers have it, is returned as it
+    is: to read it would be to wait for the device.
+    """
     known = state.get("step")
+    if isinstance(known, Tensor) and known.numel() == 1 and known.device == device and accelerator.holds(known):
+        return known
     if isinstance(known, int | float) or (isinstance(known, Tensor) and known.numel() == 1):
         return int(known)
     count = int(state.get(_COUNT, 0)) + 1

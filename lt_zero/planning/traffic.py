@@ -70,7 +70,7 @@ def forecast_traffic(
             waits = micro_batches > 1 or exchange.waits_for_step
             adds_up = bucket.is_wide or (waits and not row.sharding.grads)
             sent = row.send_dtype(row.accumulate) if adds_up else row.send
-            gradients += reductions * links[row.group].reduced(row, exchange, sent)
+            gradients += links[row.group].reduced(row, exchange, sent, reductions)
             if row.sharding.optim and not row.sharding.params:
                 weights += links[row.group].gathered(row, row.codecs.updates)
     limits = Residency.of(zero, links)
@@ -101,12 +101,16 @@ class _GroupLinks:
         secondary = group.secondary_shards
         self._second = _Links(Mesh(group.size, 0, secondary), nodes, backend, ()) if secondary > 1 else None
 
-    def reduced(self, row: StoragePlan, exchange: ExchangePlan, sent: torch.dtype | None) -> float:
-        """Bytes of a reduction of a bucket's gradients; ``sent``: in which dtype, None: they are not."""
+    def reduced(self, row: StoragePlan, exchange: ExchangePlan, sent: torch.dtype | None, times: int) -> float:
+        """Bytes of ``times`` reductions of a bucket's gradients in a step; ``sent``: in which dtype, None: none is."""
         plan = row.codecs.reductions
-        if plan is None or sent is None:
-            return self._alike * self._links.reduced(row, sent)
-        return self._alike * plan.crossing_nbytes(row.numel, exchange.everywhere(row.is_cut)) / exchange.interval
+        if sent is None:
+            return 0.0
+        if plan is None:
+            sums = 1 if exchange.sums_replicas_once else times
+            return self._alike * (times * self._links.reduced(row, sent) + sums * self._links.summed(row, sent))
+        coded = plan.crossing_nbytes(row.numel, exchange.everywhere(row.is_cut))
+        return self._alike * times * coded / exchange.interval
 
     def gathered(self, row: StoragePlan, codec: Codec | None) -> float:
         """Bytes of a gather of a bucket's updated weights, as they are or encoded."""
@@ -137,16 +141,18 @@ class _Links:
         columns = [mesh.replica_ranks(shard) for shard in range(mesh.shards)] if mesh.shards < mesh.world else []
         self._columns = self._ring(columns)
 
-    def reduced(self, row: StoragePlan, sent: torch.dtype | None) -> float:
-        """Bytes of a reduction of a bucket's gradients in dtype ``sent``; None: they are not sent."""
-        if sent is None:
-            return 0.0
-        wide = max(row.accumulate.itemsize, torch.float32.itemsize)
+    def reduced(self, row: StoragePlan, sent: torch.dtype) -> float:
+        """Bytes of a reduction of a bucket's gradients in dtype ``sent``, without ``summed``."""
+        if row.is_cut:
+            return _scattered(row.numel, self._rows, sent, _wide(row))
+        shared = self._everyone.share * row.numel * sent.itemsize
+        return _scattered(row.numel, self._everyone, sent, _wide(row)) + shared
+
+    def summed(self, row: StoragePlan, sent: torch.dtype) -> float:
+        """Bytes of a sum of a bucket's gradients over the replicas of its shards."""
         if not row.is_cut:
-            shared = self._everyone.share * row.numel * sent.itemsize
-            return _scattered(row.numel, self._everyone, sent, wide) + shared
-        summed = row.shard_numel * (wide if self._gloo else sent.itemsize)
-        return _scattered(row.numel, self._rows, sent, wide) + self._columns * 2 * summed
+            return 0.0
+        return self._columns * 2 * row.shard_numel * (_wide(row) if self._gloo else sent.itemsize)
 
     def gathered(self, row: StoragePlan, codec: Codec | None = None) -> float:
         """Bytes of a gather of a bucket's weights, as they are or encoded."""
@@ -188,6 +194,11 @@ class _Paths(NamedTuple):
 
     scatter: list[float]
     share: float
+
+
+def _wide(row: StoragePlan) -> int:
+    """Bytes of an element of a sum that is not rounded."""
+    return max(row.accumulate.itemsize, torch.float32.itemsize)
 
 
 def _scattered(numel: int, paths: _Paths, sent: torch.dtype, wide: int) -> float:

@@ -215,7 +215,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "a gather without the own shard": (Store, "source", lambda self, shard: nullcontext(self.tensor)),
     "reductions in flight are dropped": (GradReducer, "drain", lambda self: self._in_flight.clear()),
     "a sum instead of the mean": (ShardGroup, "factors", lambda self, wire: (1.0, 1.0)),
-    "an accumulator that forgets": (Store, "target", lambda self, add: _target(self, False)),
+    "an accumulator that forgets": (Store, "target", lambda self, add, whole=False: _target(self, False, whole)),
     "sent before it is written": (GradReducer, "_launch", _sends_before_it_writes),
 }
 

@@ -80,6 +80,8 @@ TWO = {
     "stage 2": Run(2),
     "stage 3": Run(3, _FAR),
     "MiCS": Run(3, {"mics_shard_size": 1, **_FAR}),
+    "MiCS, several micro-batches": Run(3, {"mics_shard_size": 1, **_FAR}, accumulates=True),
+    "MiCS, host, several micro-batches": Run(2, {"mics_shard_size": 1, **_offloaded("cpu", "auto")}, accumulates=True),
     "ZeRO++": Run(3, {**_QUANTIZED, "zero_hpz_partition_size": 1, **_FAR}),
     "compression, stage 0": Run(0, keys=_ONE_BIT),
     "compression, stage 2": Run(2, keys=_ONE_BIT),
@@ -104,6 +106,10 @@ TWO = {
 
 FOUR = {
     "MiCS of two": Run(3, {"mics_shard_size": 2, **_FAR}, nodes=2),
+    "MiCS of two, several micro-batches": Run(3, {"mics_shard_size": 2, **_FAR}, nodes=2, accumulates=True),
+    "MiCS of two, several micro-batches, files": Run(
+        3, {"mics_shard_size": 2, **_offloaded("nvme", "auto", "nvme"), **_FAR}, nodes=2, accumulates=True
+    ),
     "MiCS of two, stage 1, host": Run(1, {"mics_shard_size": 2, **_offloaded("cpu", True)}, nodes=2),
     "ZeRO++ on two nodes": Run(3, {**_QUANTIZED, "zero_hpz_partition_size": 2, **_FAR}, nodes=2),
     "compression between two nodes": Run(2, keys=_BETWEEN_NODES, nodes=2),
@@ -246,9 +252,21 @@ BUGS = {
     ),
     "sums over replicas begin before those of shards have ended": Bug(
         "lt_zero.comm.transport:Transport.reduce_scatter",
-        "                work.wait()\n",
+        "        work.wait()\n",
         "",
         "two: MiCS",
+    ),
+    "an accumulator is summed over replicas before the last sum of shards is in it": Bug(
+        "lt_zero.comm.transport:Transport.reduce_scatter",
+        "        work.wait()\n",
+        "",
+        "two: MiCS, several micro-batches",
+    ),
+    "an accumulator is summed over replicas before it is on the device": Bug(
+        f"{_HOST}:HostStore.target",
+        "self._link.to_device.copy(landing, out).wait()",
+        "self._link.to_device.copy(landing, out)",
+        "two: MiCS, host, several micro-batches",
     ),
 }
 
@@ -297,7 +315,7 @@ def _run_of(row: Row) -> Run:
         keys["gradient_compression"] = {"algorithm": method}
     if mics:
         zero["mics_shard_size"] = 1
-    return Run(stage, {**zero, **(_FAR if stage == 3 else {})}, keys, saves=saves)
+    return Run(stage, {**zero, **(_FAR if stage == 3 else {})}, keys, saves=saves, accumulates=mics)
 
 
 def _is_valid(row: Row) -> bool:

@@ -32,6 +32,7 @@ from lt_zero.ops.compiler import CSRC, CUDA_FLAGS, build, load, recipe_of
 from lt_zero.ops.header import STRUCTS
 from lt_zero.ops.nf4 import NF4
 from lt_zero.ops.quantize import dequantize_rows, quantize_rows
+from lt_zero.ops.rounding import ElementRows
 from tests.support.emulated_cuda import compile_emulated, races
 from tests.support.matrix import only, only_rows
 
@@ -84,7 +85,7 @@ def test_memory_is_accessed_16_bytes_at_a_time(source: str) -> None:
 @needs_nvcc
 @pytest.mark.parametrize(
     ("source", "arch"),
-    only_rows([("adam", "sm_90")], itertools.product([*SOURCES, "topk"], ["sm_80", "sm_90", "sm_120"])),
+    only_rows([("adam", "sm_90")], itertools.product([*SOURCES, "topk", "rounding"], ["sm_80", "sm_90", "sm_120"])),
 )
 def test_registers_suffice_and_leave_room_for_other_blocks(source: str, arch: str, tmp_path: Path) -> None:
     listed = subprocess.run(("nvcc", "--list-gpu-code"), capture_output=True, text=True, check=True).stdout.split()
@@ -220,6 +221,13 @@ def device(
         assert "runtime error" not in capfd.readouterr().err
         assert races(emulated) == []
 
+
+SEED = 0x9ABCDEF012345678
+ROUNDED = [
+    *(ElementRows(numel, first, numel) for numel in (0, 1, 127, 128, 129, 30_003) for first in (0, 8, 4_000_123)),
+    ElementRows(40, (1 << 36) + 5, 40),  # numbers of more than 32 bits
+    *(ElementRows(11 * row, 77, row, stride) for row, stride in [(1, 1), (3, 64), (200, 1003), (10_000, 20_000)]),
+]
 
 # Around the sizes of an access, a block's pass and a chunk; several passes of a grid of 8 blocks; nothing.
 SIZES = [
@@ -391,6 +399,20 @@ def test_take_edits(device: torch.device, shown: torch.dtype) -> None:
         compare("take_edits", device, arenas)
 
 
+def test_round_stochastic(device: torch.device) -> None:
+    """Rows of parameters, a counter on the device, and what has no neighbours: gaps stay as they were."""
+    for rows, counts in itertools.product(ROUNDED, (False, True)):
+        values = torch.randn(rows.numel, generator=torch.Generator().manual_seed(rows.numel))
+        values[::37], values[1::37], values[2::37], values[3::37] = torch.inf, torch.nan, -3.3961e38, 1e-40
+        wanted, made = (torch.full((rows.numel + 2,), 7.0, dtype=BF16, device=d) for d in ("cpu", device))
+        step = torch.tensor(12345.0) if counts else (1 << 32) + 3
+        ops.round_stochastic_reference(values, wanted[1:-1], rows, seed=SEED, step=step)
+        ops.round_stochastic(
+            values.to(device), made[1:-1], rows, seed=SEED, step=step.to(device) if isinstance(step, Tensor) else step
+        )
+        assert same_bits(made, wanted), rows
+
+
 # ---- sums ----------------------------------------------------------------------------------------------------------
 
 
@@ -538,6 +560,7 @@ def refuses_bad_arguments(lib: ctypes.CDLL) -> None:
     refuses_bad_pairs(lib, x)
     refuses_bad_sums(lib, x)
     refuses_bad_codes(lib, x)
+    refuses_bad_rounding(lib, x)
     takes_nothing_to_do(lib)
 
 
@@ -629,6 +652,16 @@ def refuses_bad_codes(lib: ctypes.CDLL, x: Tensor) -> None:
         assert lib.lt_cuda_select_topk(*given, None) == BAD_ARGUMENT
     assert lib.lt_cuda_topk_scratch(-1) == -1
     assert lib.lt_cuda_scratch(1, NEGATIVE) == -1
+
+
+def refuses_bad_rounding(lib: ctypes.CDLL, x: Tensor) -> None:
+    good = {"numel": 4, "first": 0, "row": 2, "stride": 2, "src": x.data_ptr(), "dst": x.data_ptr()}
+    bad: list[dict[str, Any]] = [{"numel": -1}, {"row": 0}, {"row": 3}, {"first": -1}, {"stride": -1}]
+    for change in [*bad, {"src": None}, {"dst": None}]:
+        rounding = STRUCTS["lt_rounding"](**(good | change))
+        assert lib.lt_cuda_round_stochastic(ctypes.byref(rounding), None) == BAD_ARGUMENT, change
+    assert lib.lt_cuda_round_stochastic(None, None) == BAD_ARGUMENT
+    assert lib.lt_cuda_round_stochastic(ctypes.byref(STRUCTS["lt_rounding"]()), None) == 0
 
 
 def takes_nothing_to_do(lib: ctypes.CDLL) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from lt_zero.common import accelerator
 from lt_zero.common.boxes import Box, ParamSpec
+from lt_zero.ops import rounding
 from lt_zero.ops.rounding import (
     ElementRows,
     RoundStochastic,
@@ -78,6 +81,29 @@ def test_a_kernel_rounds_as_torch_does(isa: str, step: int) -> None:
         assert torch.equal(got.view(torch.int16)[numbers], want.view(torch.int16)[numbers]), rows
 
 
+def test_a_counter_on_the_device_is_a_step_and_is_not_read(isa: str) -> None:
+    """Where torch's fused and capturable optimizers count."""
+    values, spec = with_special(1000), ParamSpec.whole("w", (1000,))
+    want, got = (torch.empty(1000, dtype=torch.bfloat16) for _ in range(2))
+    RoundStochastic(3).store(values, want, spec, 0, {"step": 7})
+
+    def read(self: Tensor) -> int:
+        raise AssertionError("the device was waited for")
+
+    for rounds in (round_stochastic, round_stochastic_reference):
+        with (
+            mock.patch.object(accelerator, "holds", return_value=True),
+            mock.patch.object(Tensor, "__int__", read),
+            mock.patch.object(Tensor, "item", read),
+            mock.patch.object(rounding, "round_stochastic", rounds),
+        ):
+            RoundStochastic(3).store(values, got.zero_(), spec, 0, {"step": torch.tensor(7.0)})
+        numbers = ~values.isnan()
+        assert torch.equal(got.view(torch.int16)[numbers], want.view(torch.int16)[numbers])
+    with pytest.raises(ValueError, match=r"step has shape \(2,\)"):
+        round_stochastic(values, got, ElementRows(1000, 0, 1000), seed=SEED, step=torch.ones(2))
+
+
 def test_neighbours_are_taken_and_nothing_becomes_infinite() -> None:
     values = with_special(100_000)
     values = values[values.isfinite()]
@@ -132,16 +158,16 @@ BOXES = [  # shape of the parameter, and the part of a rank
 
 @pytest.mark.parametrize(("shape", "box"), BOXES)
 def test_parts_get_the_bits_of_the_whole(shape: tuple[int, ...], box: Box) -> None:
-    generator, rounding = torch.Generator().manual_seed(0), RoundStochastic(3)
+    generator, stochastic = torch.Generator().manual_seed(0), RoundStochastic(3)
     values = torch.randn(shape, generator=generator)
     want, state = torch.empty(shape, dtype=torch.bfloat16), {"step": 4}
-    rounding.store(values, want, ParamSpec.whole("w", shape), 0, state)
+    stochastic.store(values, want, ParamSpec.whole("w", shape), 0, state)
     assert (want != values.bfloat16()).any() or not shape
     mine, spec = box.of(values).contiguous().view(-1), ParamSpec("w", shape, box)
     for cuts in ([0, mine.numel()], sorted({0, 1, mine.numel() // 3, mine.numel() // 2 + 1, mine.numel()})):
         got = torch.empty(mine.shape, dtype=torch.bfloat16)
         for lo, hi in itertools.pairwise(cuts):
-            rounding.store(mine[lo:hi], got[lo:hi], spec, lo, state)
+            stochastic.store(mine[lo:hi], got[lo:hi], spec, lo, state)
         assert torch.equal(got, box.of(want).reshape(-1)), cuts
     indices = torch.arange(values.numel()).view(shape)
     for rows in rows_of(spec, 0, mine.numel()):

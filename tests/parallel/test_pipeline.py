@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,18 @@ from tests.support.pool import Pool
 SCHEDULES = ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"]
 
 
-def _train(ranks: Ranks, stage: int, optimizer: str, tied: bool, schedule: str, steps: int = 3) -> None:
+def _train(
+    ranks: Ranks,
+    stage: int,
+    optimizer: str,
+    tied: bool,
+    schedule: str,
+    steps: int = 3,
+    zero: dict[str, Any] | None = None,
+) -> None:
     """The last batch is short; gradients are clipped."""
     layers = partial(specs, tied)
-    run = start(ranks, stage, optimizer, layers, {"schedule": schedule})
+    run = start(ranks, stage, optimizer, layers, {"schedule": schedule}, zero=zero)
     reference = Model(layers)
     expected = OPTIMIZERS[optimizer](reference.parameters())
     for step in range(steps):
@@ -60,6 +69,15 @@ MESHES = [Ranks(1, 1, 3), Ranks(1, 1, 4), Ranks(2, 1, 2), Ranks(1, 2, 2)]
 )
 def test_meshes(pool: Pool, ranks: Ranks, stage: int, schedule: str) -> None:
     pool.run(ranks.all, _train, ranks, stage, "adamw" if stage % 2 else "sgd", True, schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_shard_groups(pool: Pool, stage: int, schedule: str) -> None:
+    """Micro-batches are summed over replicas once; those of another stage of a rank have ended before the last one."""
+    env = {"LT_ZERO_SHARED_MEMORY": "0"}
+    pool.run(4, _train, MESHES[2], stage, "sgd", True, schedule, 3, {"mics_shard_size": 1}, env=env)
 
 
 def _reductions(stage: int, schedule: str) -> tuple[int, int]:

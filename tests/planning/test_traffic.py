@@ -75,7 +75,7 @@ def _sent(stage: int, way: str, low: bool) -> float:
 @pytest.mark.parametrize(
     ("stage", "way", "low"),
     only_rows(
-        [(3, "auto", True), (0, "1bit", False), (2, "ring", True)],
+        [(3, "auto", True), (0, "1bit", False), (2, "ring", True), (3, "groups", False)],
         [row for row in itertools.product([0, 1, 2, 3], WAYS, [False, True]) if row[:2] not in IMPOSSIBLE],
     ),
 )

@@ -192,6 +192,7 @@ def _distance(got: Weights, want: Weights) -> float:
 _HOST: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 _FILES: dict[str, Any] = {"offload_optimizer": {"device": "nvme", "nvme_path": "{folder}"}}
 _RECOMPUTED: dict[str, Any] = {"activation_checkpointing": {"mode": "full"}}
+_GROUPS = {"mics_shard_size": 2}
 CLOSE = 1e-5
 
 CLAIMS = [
@@ -239,6 +240,28 @@ CLAIMS = [
         "stages 1 and 2, two micro-batches a step",
         _all(Run(1, micros=2, optimizer="sgd"), Run(2, micros=2, optimizer="sgd")),
         "the two orders of addition above; floating-point sums depend on it",
+        CLOSE,
+    ),
+    Claim(
+        "4 ranks as one group, and in shard groups of 2 (`mics_shard_size`), one micro-batch a step, sockets",
+        _all(Run(2, ranks=4, sockets=True), Run(2, ranks=4, zero=_GROUPS, sockets=True)),
+        "each group adds its ranks first, then the groups' sums are added",
+        CLOSE,
+    ),
+    Claim(
+        "the same with shared memory",
+        _all(Run(2, ranks=4), Run(2, ranks=4, zero=_GROUPS)),
+        "each rank reads the gradients of all ranks there, in their order",
+    ),
+    Claim(
+        "stages 2 and 3 in shard groups of 2, three micro-batches a step, sockets",
+        _all(*(Run(stage, ranks=4, zero=_GROUPS, micros=3, sockets=True) for stage in (2, 3))),
+        "both add the ranks of a group after each micro-batch, and the groups after the last one",
+    ),
+    Claim(
+        "4 ranks as one group, and in shard groups of 2, three micro-batches a step, sockets",
+        _all(Run(2, ranks=4, micros=3, sockets=True), Run(2, ranks=4, zero=_GROUPS, micros=3, sockets=True)),
+        "groups are added once a step, after the micro-batches",
         CLOSE,
     ),
     Claim(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.transport import SendBuffer
+from lt_zero.comm.transport import Replicas, SendBuffer
 from lt_zero.comm.work import Done, Work, WorkList
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
@@ -106,7 +106,9 @@ class LateGroup(ShardGroup):
 
         return WorkList([self._late(run)])
 
-    def reduce_scatter(self, out: Tensor, send: SendBuffer, add: bool, name: str) -> Work:
+    def reduce_scatter(
+        self, out: Tensor, send: SendBuffer, add: bool, name: str, replicas: Replicas = Replicas.SENT
+    ) -> Work:
         after, mine = self.factors(send.flat.dtype)[1], send.flat.chunk(2)[0]
         return WorkList([self._late(self._doubled(mine))], lambda: store(out, mine, add, after))
 

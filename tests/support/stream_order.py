@@ -62,6 +62,7 @@ class Run:
             another, which takes over its buffer.
         groups: the wide half of the parameters is in a group of its own, over all ranks, too.
         nodes: to which the ranks belong, as if they were apart.
+        accumulates: the first micro-batch of a step is inside of ``no_sync``.
         steps: optimizer steps of two micro-batches each.
     """
 
@@ -75,6 +76,7 @@ class Run:
     saves: bool = False
     groups: bool = False
     nodes: int = 1
+    accumulates: bool = False
     steps: int = 4
 
 
@@ -237,7 +239,7 @@ def _run_backward(run: Run, model: Model, owner: lt_zero.ShardedOptimizer, step:
     for micro in range(2):
         # Every other step begins while the last backward runs, where steps may overlap with it.
         beside = owner.overlap.beside_backward() if micro and step % 2 == 0 else nullcontext()
-        with beside:
+        with beside, owner.engine.no_sync() if run.accumulates and not micro else nullcontext():
             x = torch.randn(8, 32).to(torch.bfloat16 if "bf16" in run.precision else torch.float32)
             model(x).float().square().mean().backward()
     return x

@@ -281,10 +281,12 @@ LT_API int lt_cpu_round_stochastic(const lt_rounding *t, int threads) {
     if (!t || t->numel < 0) return LT_BAD_ARGUMENT;
     if (t->numel == 0) return LT_OK;
     if (!t->src || !t->dst || t->row < 1 || t->numel % t->row || t->first < 0 || t->stride < 0) return LT_BAD_ARGUMENT;
+    lt_rounding rounding = *t;
+    if (t->counter) rounding.step = (uint64_t)*t->counter;
     const size_t blocks = (size_t)((t->numel + BLOCK - 1) / BLOCK);
     for_each_index(blocks, t->numel <= SMALL ? 1 : threads, [&](size_t i) {
         const int64_t lo = (int64_t)i * BLOCK;
-        lt_kernels().round_stochastic(*t, lo, std::min(lo + BLOCK, t->numel));
+        lt_kernels().round_stochastic(rounding, lo, std::min(lo + BLOCK, t->numel));
     });
     return LT_OK;
 }
