@@ -15,8 +15,13 @@ import gpu_measures
 import gpu_parts
 import host_cost
 import pytest
+import torch.distributed as dist
 from gpu_claims import CLAIMS, FAIL, NOT_JUDGED, NOT_RUN, PARTS, PASS, Claim, Left, Row
 from rich.console import Console
+
+from tests.support import gpu_collectives
+from tests.support.gpu_ranks import over_nccl, place_of, texts_of
+from tests.support.pool import HERE, Pool
 
 TINY = gpu_measures.Sizes(
     device="cpu",
@@ -186,6 +191,14 @@ def test_a_part_goes_on_after_a_failure_and_ends_at_its_limit(tmp_path: Path, mo
     assert "- engine: not run" in table
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_passes_with_the_cpu_in_the_place_of_the_gpu(part: str, tmp_path: Path) -> None:
+    left, report = gpu_parts.run_part(part, gpu_parts.parts_of("cpu")[part], "cpu", 1100, tmp_path)
+    assert {name: ended for name, ended in left.steps.items() if not ended.startswith("passed")} == {}, report
+
+
 def test_a_command_that_hangs_is_ended(capfd: pytest.CaptureFixture[str]) -> None:
     assert gpu_parts.run(["-c", "import time; time.sleep(600)"], "cpu", 0.0)[0] is None
     code, printed = gpu_parts.run(["-c", "import os; print(os.environ['ZERO_TEST_DEVICE']); os._exit(3)"], "cpu", 300)
@@ -197,3 +210,31 @@ def test_notes_are_not_taken_for_colours() -> None:
     console = Console(width=120, record=True, file=io.StringIO())
     gpu_claims.show([("engine", "what", "1", "<= 1", PASS, "note [red]")], "title", console)
     assert "note [red]" in console.export_text()
+
+
+# ---- ranks on one device -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", gpu_collectives.FORMS)
+def test_collectives_between_ranks(pool: Pool, form: str) -> None:
+    pool.run(2, gpu_collectives.check, "cpu", form)
+
+
+def _says(silent: int) -> str:
+    if dist.get_rank() == silent:
+        os._exit(0)
+    return f"rank {dist.get_rank()} of {dist.get_world_size()}"
+
+
+def test_a_rank_that_ends_has_no_text(tmp_path: Path) -> None:
+    assert texts_of("cpu", 2, tmp_path, _says, 1) == {0: "rank 0 of 2"}
+
+
+def test_ranks_of_nccl_are_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    places = [place_of("cuda", rank) for rank in range(4)]
+    assert len({place.environment["NCCL_HOSTID"] for place in places}) == 4
+    assert {place.environment["NCCL_SOCKET_IFNAME"] for place in places} == {"lo"}
+    assert {place.environment["NCCL_ALGO"] for place in places} == {"Tree"}, "what the user sets stays"
+    assert {place.join for place in places} == {over_nccl}
+    assert place_of("cpu", 1) == HERE

@@ -85,9 +85,9 @@ def check_experts(kind: str) -> None:
             wanted = want.detach()
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     found.square().sum().backward()
-    for one, other in zip(mine, (whole.up, whole.down), strict=True):
-        assert other.grad is not None
-        torch.testing.assert_close(one.grad, other.grad.chunk(RANKS)[rank], rtol=0, atol=1e-12)
+    for part, parameter in zip(mine, (whole.up, whole.down), strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(part.grad, parameter.grad.chunk(RANKS)[rank], rtol=0, atol=1e-12)
 
 
 def check_tensor_ranks(kind: str, stage: int) -> None:

@@ -65,7 +65,9 @@ def place_of(kind: str, rank: int) -> Place:
     if kind == "cpu":
         return HERE
     given = {name: value for name, value in os.environ.items() if name in NCCL}
-    return Place({**HERE.environment, **NCCL, **given, "NCCL_HOSTID": f"rank-{rank}"}, join=over_nccl)
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]  # of several GPUs: ranks share it
+    own = {"NCCL_HOSTID": f"rank-{rank}", "CUDA_VISIBLE_DEVICES": first}
+    return Place({**HERE.environment, **NCCL, **given, **own}, join=over_nccl)
 
 
 def pool_of(kind: str) -> Pool:
