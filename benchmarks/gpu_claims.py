@@ -21,7 +21,7 @@ from measuring import ROOT, markdown
 from rich.console import Console
 from rich.table import Table
 
-PARTS = ("kernels", "engine", "nccl", "offload", "trainer", "bench")
+PARTS = ("kernels", "engine", "nccl", "states", "offload", "trainer", "bench")
 PASS, FAIL, NOT_RUN, NOT_JUDGED = "pass", "FAIL", "not run", "not judged"
 
 
@@ -76,6 +76,7 @@ KERNELS = (
 )
 _CORES = "needs a GPU: here copies, computing and the step share the same cores"
 _SMALL = "needs a GPU: what does not grow with the model fills a small part of its memory only"
+_ARITHMETIC = "needs a GPU: on a CPU arithmetic, and not memory, limits it"
 _GLOO = "needs a GPU: here the ranks exchange over gloo"
 _HOST_TIME = "needs a GPU: here the step's time is not only the host's launches"
 
@@ -112,6 +113,12 @@ CLAIMS = (
     _between_ranks("pipelines", "test_pipelines"),
     _between_ranks("checkpoints, bit for bit", "test_checkpoints"),
     _between_ranks("hangs and ranks that end", "test_a_fault"),
+    _tests("states"),
+    Claim("states", "bandwidth, of a copy's: AdamW, moments in 8 bits", 0.4, "few_bits", True, _ARITHMETIC),
+    Claim("states", "time of AdamW, moments in 8 bits / in fp32", 1.3, "few_bits", only_gpu=_ARITHMETIC),
+    Claim("states", "bandwidth, of a copy's: encode to NF4", 0.3, "few_bits", True, _ARITHMETIC),
+    Claim("states", "bandwidth, of a copy's: decode NF4", 0.5, "few_bits", True, _ARITHMETIC),
+    Claim("states", "time of AdamW with bf16 masters, rounded at random / to the nearest", 1.3, "few_bits"),
     _tests("offload"),
     Claim("offload", "step with offload / longest of compute, copies, CPU's step", 1.2, "overlap", only_gpu=_CORES),
     Claim("offload", "step with offload beside the next forward / longest of these", 1.2, "overlap", only_gpu=_CORES),

@@ -1,6 +1,6 @@
 """`make gpu`: tests and measurements on a GPU, in parts of at most 6 minutes, and one table of claims.
 
-    python benchmarks/gpu_parts.py [--device cuda] [--limit 360] [kernels engine nccl offload trainer bench]
+    python benchmarks/gpu_parts.py [--device cuda] [--limit 360] [kernels engine nccl states offload trainer bench]
 
 Parts go on when one before them fails, and steps of a part, too. A step that the limit cuts off leaves what it has
 measured until then; later ones are not begun. A part writes its output to benchmarks/results/gpu_PART.md and its rows
@@ -78,10 +78,10 @@ def parts_of(device: str) -> dict[str, list[Step]]:
             "tests/gpu/test_accelerator.py",
             "tests/gpu/test_engine.py",
             "tests/gpu/test_parallel.py",
-            "tests/gpu/test_fewer_bits.py",
             "tests/test_inference.py",
         ),
         "nccl": ("tests/gpu/test_nccl.py",),
+        "states": ("tests/gpu/test_fewer_bits.py", "tests/gpu/test_moved_states.py"),
         "offload": ("tests/offload", "tests/activation"),
         "trainer": ("tests/gpu/test_trainer.py",),
     }
