@@ -99,6 +99,7 @@ CLAIMS = (
     Claim("engine", "memory, of the forecast: farthest from 1", 0.1, "memory"),
     *(Claim("engine", f"step time, stage {stage} / DDP", 1.05, "steps") for stage in (1, 2, 3)),
     Claim("engine", "step time, stage 3 / FSDP2", 1.05, "steps"),
+    *(Claim("engine", f"step time, stage {stage} / DeepSpeed", 1.05, "deepspeed") for stage in (1, 2, 3)),
     Claim("engine", "host time per unit, stage 2 / FSDP2 with weights kept", 1.05, "host", only_gpu=_HOST_TIME),
     Claim("engine", "host time per unit, stage 3 / FSDP2", 1.05, "host", only_gpu=_HOST_TIME),
     _tests("nccl"),

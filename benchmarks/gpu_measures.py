@@ -16,10 +16,11 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -214,23 +215,41 @@ def group_of_one(device: str) -> Iterator[None]:
             dist.destroy_process_group()
 
 
+def _steps(sizes: Sizes, names: Iterable[str]) -> Rounds:
+    """Seconds of a step of each of these peers, of the same GPT on one rank."""
+    with group_of_one(sizes.device):
+        cases: dict[str, Callable[[], float]] = {}
+        for name in names:
+            job = peers.Job(name, 0, 1, sizes.gpu, sizes.depth, sizes.width, "", device=str(sizes.place))
+            step = partial(peers.setup(job), *sizes.batch(sizes.sequences))
+            cases[name] = timed(partial(_several, step, 3), sizes.wait)
+        found = interleaved(cases, sizes.rounds, warm_up=2)
+    return {name: [seconds / 3 for seconds in values] for name, values in found.items()}
+
+
 def steps(sizes: Sizes) -> Rows:
     """The time of a step beside DDP's and FSDP2's of the same GPT: one rank, AdamW (fused), bf16 on a GPU.
 
     DDP computes under autocast. FSDP2 casts weights and inputs, so that norms are in bf16, too; so it is compared with
     weights in bf16 (``bf16-true``), whose masters are fp32 on both sides.
     """
-    with group_of_one(sizes.device):
-        cases: dict[str, Callable[[], float]] = {}
-        for name in ("ddp", "fsdp2", "lt_zero-1", "lt_zero-2", "lt_zero-3", "lt_zero-3-true"):
-            job = peers.Job(name, 0, 1, sizes.gpu, sizes.depth, sizes.width, "", device=str(sizes.place))
-            step = partial(peers.setup(job), *sizes.batch(sizes.sequences))
-            cases[name] = timed(partial(_several, step, 3), sizes.wait)
-        found = interleaved(cases, sizes.rounds, warm_up=2)
-    found = {name: [seconds / 3 for seconds in values] for name, values in found.items()}
+    found = _steps(sizes, ("ddp", "fsdp2", "lt_zero-1", "lt_zero-2", "lt_zero-3", "lt_zero-3-true"))
     for stage in (1, 2, 3):
         yield beside(f"step time, stage {stage} / DDP", found, f"lt_zero-{stage}", "ddp")
     yield beside("step time, stage 3 / FSDP2", found, "lt_zero-3-true", "fsdp2")
+
+
+def deepspeed(sizes: Sizes) -> Rows:
+    """The time of a step beside DeepSpeed's of the same GPT, where it is installed: one rank, AdamW (torch's fused).
+
+    On a GPU weights are in bf16 and masters in fp32, as DeepSpeed has them.
+    """
+    pairs = {stage: (f"lt_zero-{stage}-true", f"deepspeed-{stage}") for stage in (1, 2, 3)}
+    there = find_spec("deepspeed") is not None
+    found = _steps(sizes, [name for pair in pairs.values() for name in pair]) if there else {}
+    for stage, pair in pairs.items():
+        key = f"step time, stage {stage} / DeepSpeed"
+        yield beside(key, found, *pair) if there else Row(key, None, "deepspeed is not installed")
 
 
 def _several(action: Callable[[], object], count: int) -> None:
@@ -578,6 +597,7 @@ MEASURES: dict[str, Callable[[Sizes], Rows]] = {
     "bandwidth": bandwidth,
     "memory": memory,
     "steps": steps,
+    "deepspeed": deepspeed,
     "host": host,
     "few_bits": few_bits,
     "overlap": overlap,
