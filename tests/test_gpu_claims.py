@@ -22,6 +22,7 @@ from rich.console import Console
 
 from tests.support import gpu_collectives
 from tests.support.gpu_ranks import over_nccl, place_of, texts_of
+from tests.support.paths import ROOT
 from tests.support.pool import HERE, Pool
 
 TINY = gpu_measures.Sizes(
@@ -74,6 +75,13 @@ def test_every_claim_has_a_name_and_somebody_who_shows_it() -> None:
         assert tuple(steps) == PARTS
         for part in PARTS:
             assert set(gpu_claims.measurements(part)) < {step.name for step in steps[part]}
+
+
+def test_the_table_that_is_kept_has_every_claim() -> None:
+    """A claim that no GPU has measured says so there."""
+    lines = (ROOT / "benchmarks" / "results" / "gpu_claims.md").read_text().splitlines()
+    kept = [line.split(" | ")[1] for line in lines if line.startswith(tuple(f"| {part} |" for part in PARTS))]
+    assert kept == [claim.key for claim in CLAIMS]
 
 
 @pytest.mark.parametrize("limit", [0, 1, 5, 8, 13, 100])
