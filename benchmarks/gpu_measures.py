@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -239,13 +239,18 @@ def steps(sizes: Sizes) -> Rows:
     yield beside("step time, stage 3 / FSDP2", found, "lt_zero-3-true", "fsdp2")
 
 
+def deepspeed_is_installed() -> bool:
+    """Whether files of it are, however ``lt_zero.deepspeed`` answers to its name in this process."""
+    return PathFinder.find_spec("deepspeed") is not None
+
+
 def deepspeed(sizes: Sizes) -> Rows:
     """The time of a step beside DeepSpeed's of the same GPT, where it is installed: one rank, AdamW (torch's fused).
 
     On a GPU weights are in bf16 and masters in fp32, as DeepSpeed has them.
     """
     pairs = {stage: (f"lt_zero-{stage}-true", f"deepspeed-{stage}") for stage in (1, 2, 3)}
-    there = find_spec("deepspeed") is not None
+    there = deepspeed_is_installed()
     with mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):  # by which DeepSpeed chooses its device
         found = _steps(sizes, [name for pair in pairs.values() for name in pair]) if there else {}
     for stage, pair in pairs.items():

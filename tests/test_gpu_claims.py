@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import math
 import os
+import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from gpu_claims import CLAIMS, FAIL, NOT_JUDGED, NOT_RUN, PARTS, PASS, Claim, Left, Row
 from rich.console import Console
 
+import lt_zero
 from tests.support import gpu_collectives
 from tests.support.gpu_ranks import over_nccl, place_of, texts_of
 from tests.support.paths import ROOT
@@ -55,7 +56,7 @@ def test_a_measurement_gives_the_rows_of_its_claims(name: str, monkeypatch: pyte
     monkeypatch.setattr(gpu_largest.Trial, "run_apart", here)
     rows = list(gpu_measures.MEASURES[name](TINY))
     assert [row.key for row in rows] == [claim.key for claim in CLAIMS if claim.shown_by == name]
-    if name == "deepspeed" and find_spec("deepspeed") is None:
+    if name == "deepspeed" and not gpu_measures.deepspeed_is_installed():
         assert {(row.value, row.note) for row in rows} == {(None, "deepspeed is not installed")}
         return
     for row in rows:
@@ -64,6 +65,12 @@ def test_a_measurement_gives_the_rows_of_its_claims(name: str, monkeypatch: pyte
         assert row.value > 0 or name in ("fp16", "memory", "host"), row
     if name in ("fp16", "memory"):  # no times: the bars hold on every machine
         assert gpu_claims.verdict(next(claim for claim in CLAIMS if claim.shown_by == name), rows[0], "cpu") == PASS
+
+
+def test_a_stand_in_is_not_taken_for_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = gpu_measures.deepspeed_is_installed()
+    monkeypatch.setitem(sys.modules, "deepspeed", lt_zero)
+    assert gpu_measures.deepspeed_is_installed() == before
 
 
 def test_every_claim_has_a_name_and_somebody_who_shows_it() -> None:
