@@ -123,11 +123,11 @@ def close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         assert (found[name] - value).abs().max() <= STEPS * RATE * 2**-6, name
 
 
-def close_in_the_mean(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """As ``close``, where one that is turned over may change a step by as much as the step is."""
+def close_in_the_mean(found: dict[str, Tensor], wanted: dict[str, Tensor], share: float) -> None:
+    """One rounding that is turned over may change a step by as much as the step is: in the mean by ``share`` of it."""
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
-        assert (found[name] - value).abs().mean() <= STEPS * RATE * 2**-6, name
+        assert (found[name] - value).abs().mean() <= STEPS * RATE * share, name
 
 
 def feed_forward(place: torch.device, stage: int, **keys: Any) -> dict[str, Tensor]:
@@ -147,10 +147,12 @@ MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "stochastic_r
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
-    "keys", [{"optimizer_states": {"dtype": "int8"}}, {"bf16": MASTERS}], ids=["moments in 8 bits", "masters in bf16"]
+    ("keys", "share"),
+    [({"optimizer_states": {"dtype": "int8"}}, 2**-10), ({"bf16": MASTERS}, 2**-6)],  # a forward in fp32, in bf16
+    ids=["moments in 8 bits", "masters in bf16"],
 )
-def test_fewer_bits_that_a_step_rounds_to(device: torch.device, stage: int, keys: dict[str, Any]) -> None:
-    close_in_the_mean(feed_forward(device, stage, **keys), feed_forward(CPU, stage, **keys))
+def test_fewer_bits_that_a_step_rounds_to(device: torch.device, stage: int, keys: dict[str, Any], share: float) -> None:
+    close_in_the_mean(feed_forward(device, stage, **keys), feed_forward(CPU, stage, **keys), share)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -165,8 +165,9 @@ def _pipeline(kind: str, stage: int, schedule: str) -> None:
     reference = pipelines.Model(layers).to(device)
     optimizer = OPTIMIZERS["sgd"](reference.parameters())
     for step in range(3):
-        run.step(step, limit=0.5)
-        pipelines.reference_step(reference, optimizer, step, shape.data, limit=0.5)
+        _, norm = run.step(step, limit=0.5)
+        _, wanted = pipelines.reference_step(reference, optimizer, step, shape.data, limit=0.5)
+        torch.testing.assert_close(norm, wanted, rtol=1e-5, atol=1e-6)
     weights = pipelines.all_weights(run.engine)
     for name, value in reference.named_parameters():
         torch.testing.assert_close(weights[name].cpu(), value.detach().cpu(), rtol=1e-5, atol=1e-5)
