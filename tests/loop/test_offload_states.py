@@ -156,7 +156,7 @@ def test_offloaded_states_stay_in_their_pinned_memory() -> None:
 def test_a_host_without_memory_for_all_leaves_all_where_they_are() -> None:
     tensors = [torch.arange(4.0), torch.arange(8.0)]
     addresses = [t.data_ptr() for t in tensors]
-    fails = mock.Mock(side_effect=[torch.empty(16, dtype=torch.uint8), MemoryError])
+    fails = mock.Mock(side_effect=[torch.empty(32, dtype=torch.uint8), MemoryError])
     with mock.patch.object(moved_states, "host_buffer", fails), pytest.raises(MemoryError):
         move_to_host(tensors, pin=False)
     assert [t.data_ptr() for t in tensors] == addresses
