@@ -88,7 +88,7 @@ bench-scale: $(STAMP) ## Measure steps and memory on 1 to 8 ranks with 10M to 40
 
 # A machine without a network: make gpu WHEELS=DIR takes PYTHON as it is, with its torch, and the wheels of what it lacks.
 # DEVICE=cpu tries all of it without a GPU; what it writes goes to build/gpu/cpu, that of a GPU to benchmarks/results.
-# Some parts only: make gpu PARTS="kernels engine" (of kernels engine offload trainer bench), each within LIMIT seconds.
+# Some parts only: make gpu PARTS="kernels engine" (of kernels engine nccl states offload trainer bench), each within LIMIT seconds.
 WHEELS ?=
 DEVICE ?= cuda
 PARTS ?=
@@ -102,7 +102,7 @@ GPU_READY := $(STAMP)
 GPU_PYTHON = $(BIN)/python
 endif
 
-gpu: $(GPU_READY) ## On a machine with a GPU: five parts of tests and measurements, and one table of claims
+gpu: $(GPU_READY) ## On a machine with a GPU: parts of tests and measurements, and one table of claims
 	$(GPU_PYTHON) benchmarks/gpu_parts.py --device $(DEVICE) --limit $(LIMIT) $(PARTS)
 
 $(SITE)/.installed:

@@ -21,7 +21,7 @@ from measuring import ROOT, markdown
 from rich.console import Console
 from rich.table import Table
 
-PARTS = ("kernels", "engine", "offload", "trainer", "bench")
+PARTS = ("kernels", "engine", "nccl", "states", "offload", "trainer", "bench")
 PASS, FAIL, NOT_RUN, NOT_JUDGED = "pass", "FAIL", "not run", "not judged"
 
 
@@ -76,11 +76,17 @@ KERNELS = (
 )
 _CORES = "needs a GPU: here copies, computing and the step share the same cores"
 _SMALL = "needs a GPU: what does not grow with the model fills a small part of its memory only"
+_ARITHMETIC = "needs a GPU: on a CPU arithmetic, and not memory, limits it"
+_GLOO = "needs a GPU: here the ranks exchange over gloo"
 _HOST_TIME = "needs a GPU: here the step's time is not only the host's launches"
 
 
 def _tests(part: str) -> Claim:
     return Claim(part, f"tests of {part} that fail", 0, "test_")
+
+
+def _between_ranks(what: str, tests: str) -> Claim:
+    return Claim("nccl", f"NCCL between ranks, {what}: tests that fail", 0, tests, only_gpu=_GLOO)
 
 
 # The bars of the largest model and of sparse attention are what DeepSpeed announced for its own in 2020: 10, 10 and 6.
@@ -93,8 +99,27 @@ CLAIMS = (
     Claim("engine", "memory, of the forecast: farthest from 1", 0.1, "memory"),
     *(Claim("engine", f"step time, stage {stage} / DDP", 1.05, "steps") for stage in (1, 2, 3)),
     Claim("engine", "step time, stage 3 / FSDP2", 1.05, "steps"),
+    *(Claim("engine", f"step time, stage {stage} / DeepSpeed", 1.05, "deepspeed") for stage in (1, 2, 3)),
     Claim("engine", "host time per unit, stage 2 / FSDP2 with weights kept", 1.05, "host", only_gpu=_HOST_TIME),
     Claim("engine", "host time per unit, stage 3 / FSDP2", 1.05, "host", only_gpu=_HOST_TIME),
+    _tests("nccl"),
+    _between_ranks("collectives", "test_collectives"),
+    _between_ranks("stages 0 to 3", "test_stages"),
+    _between_ranks("MiCS and hpZ", "test_replicas"),
+    _between_ranks("qwZ and qgZ", "test_exchanges_in_few_bits"),
+    _between_ranks("waits of the host in a step", "test_the_host_never_waits"),
+    _between_ranks("tensor ranks", "test_tensor_ranks"),
+    _between_ranks("experts", "test_expert_ranks"),
+    _between_ranks("sequences", "test_sequence_ranks"),
+    _between_ranks("pipelines", "test_pipelines"),
+    _between_ranks("checkpoints, bit for bit", "test_checkpoints"),
+    _between_ranks("hangs and ranks that end", "test_a_fault"),
+    _tests("states"),
+    Claim("states", "bandwidth, of a copy's: AdamW, moments in 8 bits", 0.4, "few_bits", True, _ARITHMETIC),
+    Claim("states", "time of AdamW, moments in 8 bits / in fp32", 1.3, "few_bits", only_gpu=_ARITHMETIC),
+    Claim("states", "bandwidth, of a copy's: encode to NF4", 0.3, "few_bits", True, _ARITHMETIC),
+    Claim("states", "bandwidth, of a copy's: decode NF4", 0.5, "few_bits", True, _ARITHMETIC),
+    Claim("states", "time of AdamW with bf16 masters, rounded at random / to the nearest", 1.3, "few_bits"),
     _tests("offload"),
     Claim("offload", "step with offload / longest of compute, copies, CPU's step", 1.2, "overlap", only_gpu=_CORES),
     Claim("offload", "step with offload beside the next forward / longest of these", 1.2, "overlap", only_gpu=_CORES),

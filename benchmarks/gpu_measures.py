@@ -16,10 +16,11 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,6 +41,8 @@ from lt_zero import ops
 from lt_zero.config.precision import dtype_policy
 from lt_zero.engine.storage_plan import DEVICE, HOST
 from lt_zero.offload import host_store
+from lt_zero.ops.moments import coded_nbytes
+from lt_zero.ops.nf4 import NF4
 from lt_zero.planning.check import measured
 
 
@@ -212,23 +215,47 @@ def group_of_one(device: str) -> Iterator[None]:
             dist.destroy_process_group()
 
 
+def _steps(sizes: Sizes, names: Iterable[str]) -> Rounds:
+    """Seconds of a step of each of these peers, of the same GPT on one rank."""
+    with group_of_one(sizes.device):
+        cases: dict[str, Callable[[], float]] = {}
+        for name in names:
+            job = peers.Job(name, 0, 1, sizes.gpu, sizes.depth, sizes.width, "", device=str(sizes.place))
+            step = partial(peers.setup(job), *sizes.batch(sizes.sequences))
+            cases[name] = timed(partial(_several, step, 3), sizes.wait)
+        found = interleaved(cases, sizes.rounds, warm_up=2)
+    return {name: [seconds / 3 for seconds in values] for name, values in found.items()}
+
+
 def steps(sizes: Sizes) -> Rows:
     """The time of a step beside DDP's and FSDP2's of the same GPT: one rank, AdamW (fused), bf16 on a GPU.
 
     DDP computes under autocast. FSDP2 casts weights and inputs, so that norms are in bf16, too; so it is compared with
     weights in bf16 (``bf16-true``), whose masters are fp32 on both sides.
     """
-    with group_of_one(sizes.device):
-        cases: dict[str, Callable[[], float]] = {}
-        for name in ("ddp", "fsdp2", "lt_zero-1", "lt_zero-2", "lt_zero-3", "lt_zero-3-true"):
-            job = peers.Job(name, 0, 1, sizes.gpu, sizes.depth, sizes.width, "", device=str(sizes.place))
-            step = partial(peers.setup(job), *sizes.batch(sizes.sequences))
-            cases[name] = timed(partial(_several, step, 3), sizes.wait)
-        found = interleaved(cases, sizes.rounds, warm_up=2)
-    found = {name: [seconds / 3 for seconds in values] for name, values in found.items()}
+    found = _steps(sizes, ("ddp", "fsdp2", "lt_zero-1", "lt_zero-2", "lt_zero-3", "lt_zero-3-true"))
     for stage in (1, 2, 3):
         yield beside(f"step time, stage {stage} / DDP", found, f"lt_zero-{stage}", "ddp")
     yield beside("step time, stage 3 / FSDP2", found, "lt_zero-3-true", "fsdp2")
+
+
+def deepspeed_is_installed() -> bool:
+    """Whether files of it are, however ``lt_zero.deepspeed`` answers to its name in this process."""
+    return PathFinder.find_spec("deepspeed") is not None
+
+
+def deepspeed(sizes: Sizes) -> Rows:
+    """The time of a step beside DeepSpeed's of the same GPT, where it is installed: one rank, AdamW (torch's fused).
+
+    On a GPU weights are in bf16 and masters in fp32, as DeepSpeed has them.
+    """
+    pairs = {stage: (f"lt_zero-{stage}-true", f"deepspeed-{stage}") for stage in (1, 2, 3)}
+    there = deepspeed_is_installed()
+    with mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):  # by which DeepSpeed chooses its device
+        found = _steps(sizes, [name for pair in pairs.values() for name in pair]) if there else {}
+    for stage, pair in pairs.items():
+        key = f"step time, stage {stage} / DeepSpeed"
+        yield beside(key, found, *pair) if there else Row(key, None, "deepspeed is not installed")
 
 
 def _several(action: Callable[[], object], count: int) -> None:
@@ -247,6 +274,76 @@ def host(sizes: Sizes) -> Rows:
         row = beside(f"host time per unit, {key}", found, f"lt_zero, {key[:7]}", theirs)
         note = ", ".join(f"{name} {statistics.median(found[name]):.0f} us" for name in (f"lt_zero, {key[:7]}", theirs))
         yield Row(row.key, row.value, note)
+
+
+# ---- states in fewer bits ------------------------------------------------------------------------------------------
+
+
+def few_bits(sizes: Sizes) -> Rows:
+    """Kernels of states in fewer bits, beside a copy of fp32 on the same device, and beside their wider likes."""
+    torch.manual_seed(0)
+    state = kernels.State(sizes.numel, sizes.device)
+    into = torch.empty_like(state.p)
+    copy = {"copy": (lambda: into.copy_(state.p), 8.0 * sizes.numel)}
+    adam = {"fp32": _adam(state, state.m, state.v), "8 bits": _adam_in_8_bits(state)}
+    cases = copy | adam | _nf4(state)
+    found = kernels.measure(cases, sizes.rounds, sizes.device)
+    names = {"8 bits": "AdamW, moments in 8 bits", "encode": "encode to NF4", "decode": "decode NF4"}
+
+    def rate(case: str) -> Row:
+        worth = cases[case][1] / cases["copy"][1]
+        return beside(f"bandwidth, of a copy's: {names[case]}", found, "copy", case, worth)
+
+    yield rate("8 bits")
+    yield beside("time of AdamW, moments in 8 bits / in fp32", found, "8 bits", "fp32")
+    yield rate("encode")
+    yield rate("decode")
+    steps = {name: _step_of_masters(sizes, name == "at random") for name in ("at random", "nearest")}
+    found = interleaved(steps, sizes.rounds, warm_up=2)
+    key = "time of AdamW with bf16 masters, rounded at random / to the nearest"
+    yield beside(key, found, "at random", "nearest")
+
+
+def _adam(state: kernels.State, *moments: Tensor) -> tuple[Callable[[], Any], float]:
+    """A step from bf16 gradients to bf16 weights, and the bytes that one pass moves."""
+    lists = [[state.p], [state.low], *([moment] for moment in moments), [state.out]]
+    nbytes = 12 * state.numel + 2 * sum(moment.nbytes for moment in moments)
+    return lambda: ops.adam_step(*lists, **kernels.OPTIONS), nbytes
+
+
+def _adam_in_8_bits(state: kernels.State) -> tuple[Callable[[], Any], float]:
+    rows = [torch.zeros(coded_nbytes(state.numel), dtype=torch.uint8, device=state.p.device) for _ in range(2)]
+    return _adam(state, *rows)
+
+
+def _nf4(state: kernels.State) -> kernels.Cases:
+    """Weights in bf16 to codes, and back."""
+    codes = NF4.encode(state.low)
+    nbytes = state.low.nbytes + codes.nbytes
+    encode = partial(NF4.encode, state.low, None, codes)
+    return {"encode": (encode, nbytes), "decode": (partial(NF4.decode_sum, [codes], state.out), nbytes)}
+
+
+def _step_of_masters(sizes: Sizes, at_random: bool) -> Callable[[], float]:
+    """Seconds of a step of AdamW whose masters are in bf16; the gradients are there before."""
+    config = {
+        "log_level": "error",
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "stochastic_rounding": at_random},
+    }
+    model = nn.Sequential(*(nn.Linear(sizes.width, sizes.width, bias=False) for _ in range(8)))
+    engine = lt_zero.shard(model, lt_zero.ZeroConfig.of(config), sizes.place)
+    optimizer = torch.optim.AdamW(engine.root.parameters(), lr=1e-4)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    x = torch.ones(2, sizes.width, dtype=torch.bfloat16, device=sizes.place)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        engine.root(x).float().sum().backward()
+        sizes.wait()
+        return timed(optimizer.step, sizes.wait)()
+
+    return step
 
 
 # ---- offload -------------------------------------------------------------------------------------------------------
@@ -506,7 +603,9 @@ MEASURES: dict[str, Callable[[Sizes], Rows]] = {
     "bandwidth": bandwidth,
     "memory": memory,
     "steps": steps,
+    "deepspeed": deepspeed,
     "host": host,
+    "few_bits": few_bits,
     "overlap": overlap,
     "largest": largest,
     "fp16": fp16,

@@ -1,6 +1,6 @@
-"""`make gpu`: tests and measurements on a GPU, in five parts of at most 6 minutes, and one table of claims.
+"""`make gpu`: tests and measurements on a GPU, in parts of at most 6 minutes, and one table of claims.
 
-    python benchmarks/gpu_parts.py [--device cuda] [--limit 360] [kernels engine offload trainer bench]
+    python benchmarks/gpu_parts.py [--device cuda] [--limit 360] [kernels engine nccl states offload trainer bench]
 
 Parts go on when one before them fails, and steps of a part, too. A step that the limit cuts off leaves what it has
 measured until then; later ones are not begun. A part writes its output to benchmarks/results/gpu_PART.md and its rows
@@ -47,10 +47,13 @@ class Step:
     tests: bool = False
 
 
-def tests(*paths: str) -> Step:
-    """Tests marked ``gpu``, in several processes where there are cores for them: importing and compiling takes long."""
+def tests(paths: Sequence[str], most: int) -> Step:
+    """Tests marked ``gpu``, in several processes where there are cores for them: importing and compiling takes long.
+
+    ``most``: processes. One of xdist's is started again if a test that hangs has ended it.
+    """
     options = ("-q", "-p", "no:cacheprovider", "-m", "gpu", "--timeout", "60", "--timeout-method", "thread")
-    if (processes := min(8, len(os.sched_getaffinity(0)) // 2)) > 1:
+    if (processes := min(most, len(os.sched_getaffinity(0)) // 2)) > 1 or most == 1:
         options = (*options, "-n", str(processes), "--dist", "worksteal")
     return Step("tests", ("-m", "pytest", *options, *paths), tests=True)
 
@@ -75,15 +78,17 @@ def parts_of(device: str) -> dict[str, list[Step]]:
             "tests/gpu/test_accelerator.py",
             "tests/gpu/test_engine.py",
             "tests/gpu/test_parallel.py",
-            "tests/gpu/test_fewer_bits.py",
             "tests/test_inference.py",
         ),
+        "nccl": ("tests/gpu/test_nccl.py",),
+        "states": ("tests/gpu/test_fewer_bits.py", "tests/gpu/test_moved_states.py"),
         "offload": ("tests/offload", "tests/activation"),
         "trainer": ("tests/gpu/test_trainer.py",),
     }
     found = {}
     for part in PARTS:
-        found[part] = [tests(*paths[part])] if part in paths else []
+        # Ranks of several tests would take turns on the GPU, which makes each collective slower.
+        found[part] = [tests(paths[part], 1 if part == "nccl" else 8)] if part in paths else []
         found[part] += [Step(name, ("benchmarks/gpu_measures.py", name, *on)) for name in measurements(part)]
     found["kernels"][:0] = build
     found["bench"] += [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,15 @@ import gpu_measures
 import gpu_parts
 import host_cost
 import pytest
+import torch.distributed as dist
 from gpu_claims import CLAIMS, FAIL, NOT_JUDGED, NOT_RUN, PARTS, PASS, Claim, Left, Row
 from rich.console import Console
+
+import lt_zero
+from tests.support import gpu_collectives
+from tests.support.gpu_ranks import over_nccl, place_of, texts_of
+from tests.support.paths import ROOT
+from tests.support.pool import HERE, Pool
 
 TINY = gpu_measures.Sizes(
     device="cpu",
@@ -48,12 +56,21 @@ def test_a_measurement_gives_the_rows_of_its_claims(name: str, monkeypatch: pyte
     monkeypatch.setattr(gpu_largest.Trial, "run_apart", here)
     rows = list(gpu_measures.MEASURES[name](TINY))
     assert [row.key for row in rows] == [claim.key for claim in CLAIMS if claim.shown_by == name]
+    if name == "deepspeed" and not gpu_measures.deepspeed_is_installed():
+        assert {(row.value, row.note) for row in rows} == {(None, "deepspeed is not installed")}
+        return
     for row in rows:
         assert row.value is not None, row
         assert math.isfinite(row.value), row
         assert row.value > 0 or name in ("fp16", "memory", "host"), row
     if name in ("fp16", "memory"):  # no times: the bars hold on every machine
         assert gpu_claims.verdict(next(claim for claim in CLAIMS if claim.shown_by == name), rows[0], "cpu") == PASS
+
+
+def test_a_stand_in_is_not_taken_for_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = gpu_measures.deepspeed_is_installed()
+    monkeypatch.setitem(sys.modules, "deepspeed", lt_zero)
+    assert gpu_measures.deepspeed_is_installed() == before
 
 
 def test_every_claim_has_a_name_and_somebody_who_shows_it() -> None:
@@ -65,6 +82,13 @@ def test_every_claim_has_a_name_and_somebody_who_shows_it() -> None:
         assert tuple(steps) == PARTS
         for part in PARTS:
             assert set(gpu_claims.measurements(part)) < {step.name for step in steps[part]}
+
+
+def test_the_table_that_is_kept_has_every_claim() -> None:
+    """A claim that no GPU has measured says so there."""
+    lines = (ROOT / "benchmarks" / "results" / "gpu_claims.md").read_text().splitlines()
+    kept = [line.split(" | ")[1] for line in lines if line.startswith(tuple(f"| {part} |" for part in PARTS))]
+    assert kept == [claim.key for claim in CLAIMS]
 
 
 @pytest.mark.parametrize("limit", [0, 1, 5, 8, 13, 100])
@@ -186,6 +210,14 @@ def test_a_part_goes_on_after_a_failure_and_ends_at_its_limit(tmp_path: Path, mo
     assert "- engine: not run" in table
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_passes_with_the_cpu_in_the_place_of_the_gpu(part: str, tmp_path: Path) -> None:
+    left, report = gpu_parts.run_part(part, gpu_parts.parts_of("cpu")[part], "cpu", 1100, tmp_path)
+    assert {name: ended for name, ended in left.steps.items() if not ended.startswith("passed")} == {}, report
+
+
 def test_a_command_that_hangs_is_ended(capfd: pytest.CaptureFixture[str]) -> None:
     assert gpu_parts.run(["-c", "import time; time.sleep(600)"], "cpu", 0.0)[0] is None
     code, printed = gpu_parts.run(["-c", "import os; print(os.environ['ZERO_TEST_DEVICE']); os._exit(3)"], "cpu", 300)
@@ -197,3 +229,31 @@ def test_notes_are_not_taken_for_colours() -> None:
     console = Console(width=120, record=True, file=io.StringIO())
     gpu_claims.show([("engine", "what", "1", "<= 1", PASS, "note [red]")], "title", console)
     assert "note [red]" in console.export_text()
+
+
+# ---- ranks on one device -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", gpu_collectives.FORMS)
+def test_collectives_between_ranks(pool: Pool, form: str) -> None:
+    pool.run(2, gpu_collectives.check, "cpu", form)
+
+
+def _says(silent: int) -> str:
+    if dist.get_rank() == silent:
+        os._exit(0)
+    return f"rank {dist.get_rank()} of {dist.get_world_size()}"
+
+
+def test_a_rank_that_ends_has_no_text(tmp_path: Path) -> None:
+    assert texts_of("cpu", 2, tmp_path, _says, 1) == {0: "rank 0 of 2"}
+
+
+def test_ranks_of_nccl_are_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    places = [place_of("cuda", rank) for rank in range(4)]
+    assert len({place.environment["NCCL_HOSTID"] for place in places}) == 4
+    assert {place.environment["NCCL_SOCKET_IFNAME"] for place in places} == {"lo"}
+    assert {place.environment["NCCL_ALGO"] for place in places} == {"Tree"}, "what the user sets stays"
+    assert {place.join for place in places} == {over_nccl}
+    assert place_of("cpu", 1) == HERE

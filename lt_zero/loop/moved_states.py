@@ -6,21 +6,26 @@ Note [Moving storages]
     the values, on the CPU. The memory of the device is free once nothing refers to the storage any more. If something
     else does (a graph, an array of numpy, memory that ranks share), it would keep the old values: such a storage stays
     where it is.
+    Weights that stay gathered have storages of their own inside of the memory of their bucket (flat_storage.py). So
+    tensors are found by the memory that they lie in, and keep a storage of their own wherever they are moved.
 """
 
 from __future__ import annotations
 
 import gc
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lt_zero.common import accelerator
-from lt_zero.common.compat import storage_references, without_torch_function
+from lt_zero.common.compat import storage_key, storage_references, without_torch_function
+from lt_zero.common.flat_storage import with_own_storage
 from lt_zero.common.users_code import warn
 from lt_zero.engine.engine import Engine
 from lt_zero.io.pinned import host_buffer
@@ -32,11 +37,22 @@ KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_
 _ON_DEVICE = (Store, FedStore)  # what their subclasses keep is elsewhere already
 
 
+class Lying(NamedTuple):
+    """A tensor, and where it begins in the memory that it lies in, in elements.
+
+    ``alone``: its storage is not the one of the whole memory.
+    """
+
+    tensor: Tensor
+    begin: int
+    alone: bool
+
+
 @dataclass
 class MovedStorage:
-    """A storage that is in host memory, and the tensors that lie in it."""
+    """A storage that is in host memory, and the tensors that lie in its memory."""
 
-    tensors: list[Tensor]
+    tensors: list[Lying]
     host: Tensor  # uint8, 1D
     device: torch.device
 
@@ -140,15 +156,11 @@ def move_to_host(tensors: Iterable[Tensor], pin: bool) -> list[MovedStorage]:
     ``pin``: as far as the system allows it, where the device can make use of it.
     """
     with without_torch_function(), torch.no_grad():
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
-        found: dict[int, list[Tensor]] = {address: [] for address in storages}
-        for value in gc.get_objects():
-            if (address := _address(value)) in found:
-                found[address].append(value)
+        storages = _outermost(t.untyped_storage() for t in tensors if t.numel())
         moved, stays = [], 0
-        for address, storage in storages.items():
-            lying, device = found[address], storage.device
-            if storage_references(storage) > len(lying) + 1:  # ``storages`` has one
+        for storage, lying in zip(storages, _lying_in(storages), strict=True):
+            device = storage.device
+            if _is_held_elsewhere(storage, lying):
                 stays += storage.nbytes()
                 continue
             host = host_buffer(storage.nbytes(), pin and accelerator.is_accelerator(device))[: storage.nbytes()]
@@ -157,7 +169,6 @@ def move_to_host(tensors: Iterable[Tensor], pin: bool) -> list[MovedStorage]:
         # Only now: the host may not have had memory for all of them, and then none is away.
         for each in moved:
             _lay(each.tensors, each.host)
-        found.clear()
         storages.clear()
     for each in moved:
         accelerator.synchronize(each.device)
@@ -176,6 +187,45 @@ def move_back(moved: list[MovedStorage]) -> None:
     moved.clear()
 
 
+def _outermost(storages: Iterable[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
+    """Those whose memory is not a part of another one's, by address."""
+    found: list[torch.UntypedStorage] = []
+    end = 0
+    for storage in sorted(storages, key=lambda storage: (storage.data_ptr(), -storage.nbytes())):
+        if storage.data_ptr() >= end:
+            found.append(storage)
+            end = storage.data_ptr() + storage.nbytes()
+    return found
+
+
+def _lying_in(storages: list[torch.UntypedStorage]) -> list[list[Lying]]:
+    """The tensors among Python's objects that lie in the memory of each of ``storages``, which are in order."""
+    addresses = [storage.data_ptr() for storage in storages]
+    keys = [storage_key(_bytes(storage)) for storage in storages]
+    found: list[list[Lying]] = [[] for _ in storages]
+    for value in gc.get_objects():
+        address = _address(value)
+        if address is None:
+            continue
+        number = bisect_right(addresses, address) - 1
+        if number < 0:
+            continue
+        offset = address - addresses[number]
+        if offset < storages[number].nbytes():
+            begin = offset // value.element_size() + value.storage_offset()
+            found[number].append(Lying(value, begin, storage_key(value) != keys[number]))
+    return found
+
+
+def _is_held_elsewhere(storage: torch.UntypedStorage, lying: list[Lying]) -> bool:
+    """True if something beside the tensors ``lying`` in its memory refers to it, through whichever storage."""
+    known = Counter(storage_key(each.tensor) for each in lying)
+    inside = {storage_key(each.tensor): each.tensor.untyped_storage() for each in lying}
+    inside[storage_key(_bytes(storage))] = storage
+    # ``inside`` refers to each of them, and the caller to the outermost.
+    return any(storage_references(each) > known[key] + 1 for key, each in inside.items())
+
+
 def _address(value: Any) -> int | None:
     """The address of the storage that a tensor lies in; None for what is none, or has no storage of its own."""
     if not issubclass(type(value), Tensor) or value.layout is not torch.strided or value.is_meta:
@@ -190,9 +240,9 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _lay(tensors: list[Tensor], values: Tensor) -> None:
-    """Let tensors lie in ``values`` (uint8, 1D), each where it is in its storage."""
-    for tensor in tensors:
+def _lay(tensors: list[Lying], values: Tensor) -> None:
+    """Let tensors lie in ``values`` (uint8, 1D), each where it is in its memory."""
+    for tensor, begin, alone in tensors:
         place = torch.empty(0, dtype=tensor.dtype, device=values.device)
-        place.set_(values.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-        tensor.data = place
+        place.set_(values.untyped_storage(), begin, tensor.size(), tensor.stride())
+        tensor.data = with_own_storage(place) if alone and place.is_contiguous() else place

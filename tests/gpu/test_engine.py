@@ -5,98 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.config.precision import dtype_policy
-from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import restore_whole
 from lt_zero.optim import Lamb
 from lt_zero.optim.muon import orthogonalize
+from tests.support.gpu_engine import LOW, STEPS, batch, far, loss_of, net, plain, sgd, sharded
 from tests.support.parity import STAGES, config_of, full_values
 from tests.support.paths import ROOT
 from tests.support.pool import Pool
 from tests.support.simulated import LateGroup, group_of_one
 
 pytestmark = pytest.mark.gpu
-
-WIDTH, DEPTH, STEPS = 64, 4, 4
-LOW = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "16-true": torch.float16}
-
-
-class Feed(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-
-
-def net(width: int = WIDTH, depth: int = DEPTH) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(Feed(width) for _ in range(depth)))
-
-
-def batch(device: torch.device, step: int, rank: int = 0, width: int = WIDTH) -> Tensor:
-    return torch.randn(16, width, generator=torch.Generator().manual_seed(100 * step + rank)).to(device)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def loss_of(model: nn.Module, x: Tensor, mode: str) -> Tensor:
-    x = x.to(LOW[mode]) if mode.endswith("true") and mode in LOW else x
-    with torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False) if mode == "bf16-mixed" else nullcontext():
-        return model(x).float().square().mean()
-
-
-def plain(device: torch.device, mode: str = "32-true", ranks: int = 1, clip: float | None = None) -> dict[str, Tensor]:
-    """One process, plain PyTorch; in ``mode`` with weights of that dtype."""
-    model = net().to(device)
-    model = model.to(LOW[mode]) if mode.endswith("true") and mode in LOW else model
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        sum(loss_of(model, batch(device, step, rank), mode) / ranks for rank in range(ranks)).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-    return {name: p.detach().float().clone() for name, p in model.named_parameters()}
-
-
-def sharded(
-    device: torch.device,
-    stage: int,
-    mode: str = "32-true",
-    group: ShardGroup | None = None,
-    rank: int = 0,
-    clip: float | None = None,
-    **zero: Any,
-) -> Engine:
-    config = config_of(stage, zero)
-    engine = lt_zero.shard(net(), config, device, policy=dtype_policy(config, mode), group=group)
-    optimizer = sgd(engine.root)
-    owner = lt_zero.ShardedOptimizer(engine, optimizer)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(engine.root, batch(device, step, rank), mode).backward()
-        if clip is not None:
-            owner.grads.clip_norm(clip)
-        optimizer.step()
-    return engine
-
-
-def far(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
-    assert got.keys() == want.keys()
-    return max(float((got[name].float().cpu() - value.cpu()).abs().max()) for name, value in want.items())
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
@@ -168,7 +93,8 @@ def test_compiled_units(device: torch.device, stage: int) -> None:
 
 NO_KERNELS = """
 import torch
-from tests.gpu.test_engine import far, full_values, plain, sharded
+from tests.support.gpu_engine import far, plain, sharded
+from tests.support.parity import full_values
 device = torch.device("{}")
 assert far(full_values(sharded(device, 3, clip=0.1)), plain(device, clip=0.1)) < 1e-6
 """

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
+from lt_zero.common.flat_storage import with_own_storage
 from lt_zero.deepspeed.sharding import OffloadDeviceEnum, OffloadStateTypeEnum
 from lt_zero.loop import moved_states
 from lt_zero.loop.moved_states import KINDS, _tensors_of, move_back, move_to_host
@@ -86,6 +87,37 @@ def test_training_goes_on_as_if_nothing_had_moved(
             assert (moved[name] > 0) == (name in sizes), (name, moved)
 
 
+def test_tensors_with_storages_of_their_own_in_that_memory_move_too() -> None:
+    flat = torch.arange(12.0)
+    matrix = with_own_storage(flat[3:9].view(2, 3))
+    parameter = nn.Parameter(with_own_storage(flat[9:]))
+    lying = {"flat": flat, "matrix": matrix, "turned": matrix.T, "parameter": parameter}
+    before = {name: tensor.detach().clone() for name, tensor in lying.items()}
+    for _ in range(2):  # and again
+        (moved,) = move_to_host([flat, matrix], pin=False)
+        begin = moved.host.data_ptr()
+        assert all(begin <= tensor.data_ptr() < begin + moved.host.nbytes for tensor in lying.values())
+        assert all(torch.equal(tensor, before[name]) for name, tensor in lying.items())
+        with torch.no_grad():
+            parameter.add_(1)
+            before["parameter"] += 1
+            before["flat"][9:] += 1
+        move_back([moved])
+        assert all(torch.equal(tensor, before[name]) for name, tensor in lying.items())
+        assert parameter.data_ptr() == flat[9:].data_ptr()
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes, "torch.save writes no more than that"
+
+
+def test_memory_stays_that_is_held_through_another_storage() -> None:
+    flat = torch.arange(5.0)
+    own = with_own_storage(flat.view(1, 5))
+    graph = nn.functional.linear(torch.ones(1, 5, requires_grad=True), own, torch.ones(1))
+    with pytest.warns(UserWarning, match="leaves 20 bytes on the device"):
+        assert move_to_host([flat], pin=False) == []
+    assert own.data_ptr() == flat.data_ptr()
+    del graph
+
+
 def test_all_tensors_of_a_storage_move_and_a_held_one_stays() -> None:
     flat, held = torch.arange(12.0), torch.arange(5.0)
     view, parameter = flat[3:9].view(2, 3), nn.Parameter(flat[9:])
@@ -124,7 +156,7 @@ def test_offloaded_states_stay_in_their_pinned_memory() -> None:
 def test_a_host_without_memory_for_all_leaves_all_where_they_are() -> None:
     tensors = [torch.arange(4.0), torch.arange(8.0)]
     addresses = [t.data_ptr() for t in tensors]
-    fails = mock.Mock(side_effect=[torch.empty(16, dtype=torch.uint8), MemoryError])
+    fails = mock.Mock(side_effect=[torch.empty(32, dtype=torch.uint8), MemoryError])
     with mock.patch.object(moved_states, "host_buffer", fails), pytest.raises(MemoryError):
         move_to_host(tensors, pin=False)
     assert [t.data_ptr() for t in tensors] == addresses

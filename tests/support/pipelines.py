@@ -76,8 +76,9 @@ class Model(nn.Module):
         return result
 
 
-def batch(step: int, data: int, rows: int = 8) -> tuple[Tensor, Tensor]:
+def batch(step: int, data: int, rows: int = 8, device: torch.device = CPU) -> tuple[Tensor, Tensor]:
     drawn = torch.randint(0, VOCABULARY, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(10 * step + data))
+    drawn = drawn.to(device)
     return drawn[:, :-1], drawn[:, 1:]
 
 
@@ -124,7 +125,7 @@ class Run(NamedTuple):
     def backward(self, number: int, rows: int = 8, clears: bool = False) -> Tensor:
         """Forward and backward; returns the loss. ``clears``: what was accumulated before is dropped."""
         with self.engine.forward_scope():
-            loss = self.model.loss(*batch(number, self.data_rank, rows))
+            loss = self.model.loss(*batch(number, self.data_rank, rows, self.engine.device))
         if clears:
             self.optimizer.zero_grad()
         loss.backward()
@@ -148,6 +149,7 @@ def start(
     policy: Callable[[ZeroConfig], DtypePolicy] | None = None,
     zero: dict[str, Any] | None = None,
     make: Callable[[], Model] | None = None,
+    device: torch.device = CPU,
     **keys: Any,
 ) -> Run:
     """A model in stages, of ``layers``, or as ``make`` returns it.
@@ -158,7 +160,7 @@ def start(
     block = {"stages": ranks.pipeline, "num_microbatches": 4, **(pipeline or {})}
     config = config_of(stage, {**(RELEASE if stage == 3 else {}), **(zero or {})}, pipeline=block, **keys)
     config = config if isinstance(config, ZeroConfig) else ZeroConfig.of(config)
-    world = World.join(CPU)
+    world = World.join(device)
     everyone, given = ShardGroup.of_all(world), dict[str, Any]()
     mesh = ParallelMesh(ParallelSizes(*ranks), world) if ranks.data < ranks.all else None
     with position.at(position.Position(mesh.pipeline_rank if mesh else 0, ranks.pipeline, config.pipeline)):
@@ -170,7 +172,7 @@ def start(
     if mesh is not None:
         given = mesh.arguments(model, everyone, config)
     how = policy(config) if policy is not None else None
-    engine = lt_zero.shard(model, config, CPU, how, **{"group": everyone, **given})
+    engine = lt_zero.shard(model, config, device, how, **{"group": everyone, **given})
     made = OPTIMIZERS[optimizer](p for p in model.parameters() if p.requires_grad)
     run = Run(model, engine, made, lt_zero.ShardedOptimizer(engine, made), mesh, LossScaleController(engine.policy))
     if mesh is not None:
@@ -185,7 +187,7 @@ def reference_step(
     optimizer.zero_grad()
     losses = []
     for rank in range(data):
-        losses.append(model.loss(*batch(step, rank, rows)))
+        losses.append(model.loss(*batch(step, rank, rows, model.scale.device)))
         (losses[-1] / data).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit) if limit is not None else None
     optimizer.step()

@@ -1,7 +1,8 @@
-"""A session-wide pool of gloo worker processes: start-up is paid once, a test with several ranks costs milliseconds.
+"""A session-wide pool of worker processes: start-up is paid once, a test with several ranks costs milliseconds.
 
-Each task gets a fresh process group. Workers end with ``os._exit``: a process that ran backward with gloo may abort in
-its destructors after everything passed. A task that hangs or fails on one rank has its workers replaced.
+Each task gets a fresh process group, by default of gloo. Workers end with ``os._exit``: a process that ran backward
+with gloo may abort in its destructors after everything passed. A task that hangs or fails on one rank has its workers
+replaced.
 """
 
 from __future__ import annotations
@@ -29,11 +30,27 @@ class WorkerError(AssertionError):
     """At least one rank failed; the message holds the tracebacks."""
 
 
+def over_gloo(rank: int, world: int, store: str) -> None:
+    """Make the default process group of a task. Collective."""
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=200)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+    dist.barrier()  # a rank that leaves a task without collectives must not hang up on one that still connects
+
+
 class Place(NamedTuple):
-    """Where a worker lives: its variables, and what takes it there; both must be picklable."""
+    """Where a worker lives; all must be picklable.
+
+    Attributes:
+        environment: variables of the process.
+        enter: what takes it there.
+        join: makes the default process group of a task, from the rank, the number of ranks and a file for their store.
+    """
 
     environment: dict[str, str]
     enter: Callable[[], None] | None = None
+    join: Callable[[int, int, str], None] = over_gloo
 
 
 HERE = Place({"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"})
@@ -53,24 +70,34 @@ def _serve(connection: Connection, place: Place) -> None:
             task = connection.recv()
         except EOFError:
             os._exit(0)
-        connection.send(_run(*task))
+        _run(connection, place, *task)
 
 
-def _run(rank: int, world: int, store: str, fn: Callable[..., Any], args: Any, env: dict[str, str]) -> tuple[bool, Any]:
+def _run(
+    connection: Connection,
+    place: Place,
+    rank: int,
+    world: int,
+    store: str,
+    fn: Callable[..., Any],
+    args: Any,
+    env: dict[str, str],
+) -> None:
+    """Run a task, and answer whether it passed, with its result or its traceback."""
     import torch
     import torch.distributed as dist
 
     saved, modules = dict(os.environ), len(sys.modules)
     os.environ.update(env)
     os.chdir(ROOT)  # the processes are forked from wherever the first test was
+    passed = False
     try:
-        timeout = timedelta(seconds=200)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
-        dist.barrier()  # a rank that leaves a task without collectives must not hang up on one that still connects
+        place.join(rank, world, store)
         torch.manual_seed(0)
-        return True, fn(*args)
+        result = fn(*args)
+        passed = True
     except BaseException:
-        return False, traceback.format_exc()
+        connection.send((False, traceback.format_exc()))  # here: destroying a group may hang after a failure
     finally:
         os.environ.clear()
         os.environ.update(saved)
@@ -83,6 +110,8 @@ def _run(rank: int, world: int, store: str, fn: Callable[..., Any], args: Any, e
         gc.collect()  # a process group lives, with its threads, as long as cycles through the engine do
         if len(sys.modules) > modules:
             gc.freeze()  # what this task imported lives for ever: later collections need not look at it
+    if passed:
+        connection.send((True, result))
 
 
 class Pool:
@@ -90,10 +119,11 @@ class Pool:
 
     Args:
         place: where the worker of a rank lives; by default all are on the loopback of this machine.
+        limit: seconds of a task.
     """
 
-    def __init__(self, place: Callable[[int], Place] = lambda rank: HERE) -> None:
-        self._place = place
+    def __init__(self, place: Callable[[int], Place] = lambda rank: HERE, limit: float = TASK_TIMEOUT_S) -> None:
+        self._place, self._limit = place, limit
         # Workers are forked from a process that has imported what takes seconds, and has started no thread.
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.support.preload"])
@@ -141,7 +171,7 @@ class Pool:
 
     def _collect(self, connections: list[Connection]) -> dict[int, tuple[bool, Any]]:
         results: dict[int, tuple[bool, Any]] = {}
-        deadline = time.monotonic() + TASK_TIMEOUT_S
+        deadline = time.monotonic() + self._limit
         open_ranks = dict(enumerate(connections))
         while open_ranks and time.monotonic() < deadline:
             for ready in wait(list(open_ranks.values()), timeout=max(0.0, deadline - time.monotonic())):
