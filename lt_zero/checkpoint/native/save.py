@@ -397,8 +397,8 @@ class DirectoryWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         own: dict[str, TensorBoxes] = {}
         for name, value in self.made.tensors.items():
-            ranks = value.ranks if isinstance(value, Fragment) else ()
-            part = part_of(tuple(value.shape), value.dtype, *_range_of(value), ranks)
+            first = value.ranks[0] if isinstance(value, Fragment) and value.ranks else None
+            part = part_of(tuple(value.shape), value.dtype, *_range_of(value), first)
             if part.boxes:
                 own[name] = part
         return replace(plan, storage_data=own)
