@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from lt_zero.checkpoint.native.directory import Chunk, Manifest, ManifestEntry, PendingDirectory
+from lt_zero.checkpoint.native.chunks import Chunk
+from lt_zero.checkpoint.native.directory import Manifest, ManifestEntry, PendingDirectory
 from lt_zero.checkpoint.native.pieces import parameter_numbers
 from lt_zero.checkpoint.native.plain import Key, Path, described, dotted_path, to_plain
 from lt_zero.checkpoint.native.plan import (
