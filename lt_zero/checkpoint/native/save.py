@@ -51,6 +51,7 @@ from lt_zero.common.boxes import Box, flat_index
 from lt_zero.common.compat import storage_info
 from lt_zero.common.descriptors import fullness, is_full_table
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.garbage import without_gc
 from lt_zero.common.units import exact_bytes
 from lt_zero.common.users_code import warn
 from lt_zero.engine.lazy_tensor import Fragment, LazyTensor
@@ -404,6 +405,7 @@ class DirectoryWriter(StorageWriter):
                 own[name] = part
         return replace(plan, storage_data=own)
 
+    @without_gc  # there may be millions of boxes
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # torch takes a process without a group for the only one, and each would publish the directory.
         if len(plans) < self.ranks:
@@ -466,6 +468,7 @@ class DirectoryWriter(StorageWriter):
             sink.abandon()
             raise
 
+    @without_gc
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Add the content of rank 0 and the manifest, then publish the directory."""
         # A new one: torch sends the given one to all ranks, and rank 0 alone needs it.
