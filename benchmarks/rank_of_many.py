@@ -3,11 +3,12 @@
     python benchmarks/rank_of_many.py [--ranks 4096] [--rank 1234] [--mesh] [--divide 1]
 
 The rank is alone, over torch's fake backend: collectives return its own values at once. The model has the 723 tensors
-and, with --divide 1, the 70B parameters of Llama 2 70B with a third less of a vocabulary; --divide makes its widths
-smaller, which changes neither the number of tensors nor of ranks. It is on the meta device, and initializing sets its
-weights to zero: how fast random numbers are drawn is not measured. --mesh: 8 tensor ranks, 4 stages, and data ranks
-at stage 1; else all are data ranks at stage 3. Of a save the rank plans what it writes, and rank 0, with the plans of
-all ranks, which of them writes what. Of a load the rank reads a manifest of all ranks, and finds its own elements.
+of Llama 2 70B, with --divide 1 in their sizes: other widths change neither the number of tensors nor of ranks. It is on
+the meta device, and initializing sets its weights to zero: how fast random numbers are drawn is not measured.
+--mesh: 8 tensor ranks, 4 stages, and data ranks at stage 1; else all are data ranks at stage 3.
+
+Of a save the rank plans what it writes, and rank 0, with the plans of all ranks, which of them writes what. Of a load
+the rank reads a manifest of all ranks, and finds its own elements.
 """
 
 from __future__ import annotations
