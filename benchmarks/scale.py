@@ -372,7 +372,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=12, help="no combination begins later")
     parser.add_argument("--units", type=int, default=1000, help="of the start-up's model")
-    parser.add_argument("--divide", type=int, default=8, help="widths of the model of many ranks, by this")
+    parser.add_argument("--divide", type=int, default=64, help="widths of the model of many ranks, by this")
     parser.add_argument("--limit", type=float, default=60, help="seconds after which a start-up is given up")
     parser.add_argument("--out", type=Path, help="write the tables to this file")
     for hidden, kind in {"start": str, "store": str, "rank": int}.items():
