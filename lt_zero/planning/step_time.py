@@ -228,7 +228,7 @@ class Choice:
 
 
 def choices(config: ZeroConfig, shards: int, per_node: int) -> list[Choice]:
-    """What else may be chosen for so many shards, after what is configured; that alone for fewer than ``MANY``.
+    """The settings for so many shards, the configured one first; that alone for fewer than ``MANY``.
 
     ``shards``, ``per_node``: data ranks.
     """
