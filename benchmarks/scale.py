@@ -3,6 +3,7 @@
     python benchmarks/scale.py --out benchmarks/results/scale_cpu.md
     python benchmarks/scale.py --ranks 1,2 --sizes 10M,30M --parts steps
     python benchmarks/scale.py --parts start-up --units 1000
+    python benchmarks/scale.py --parts many --out benchmarks/results/rank_of_many_cpu.md
 
 Steps: the GPT of step_time.py, fp32, ranks of one thread each on this machine. The peers of a combination take turns,
 and ratios to DDP are taken within a round. What the package's estimate says does not fit into memory is left out, and
@@ -12,6 +13,8 @@ measured in minutes: communication and the optimizer weigh more than in a real r
 Start-up: blocks of 50 layers with 4 inputs and 4 outputs, 100 parameters each. From the built module to one that can be
 trained (planning, layout, memory checks, buffers, hooks, the optimizer), then the first two steps. Two ranks over gloo,
 and rank 0 of 512 over torch's fake backend (lt_zero). If other programs run, CPU seconds tell more.
+
+Many: what a rank of hundreds and of thousands does for set-up, saves and loads (rank_of_many.py).
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ PEERS = ["ddp", "fsdp2", *STAGES, *RELEASES]
 STARTS = ["ddp", "fsdp2", *STAGES, "lt_zero-3-meta", "lt_zero-3-init"]
 LAYERS = 50  # of a block of the start-up's model
 TIMES = ["module", "start-up", "first step", "second step"]
+MANY = [512, 4096]  # ranks
 GB = 1e9
 
 
@@ -326,6 +330,39 @@ def start_up(args: argparse.Namespace) -> list[str]:
     return [title, "", *markdown(head, rows), ""]
 
 
+# ---- one rank of many ------------------------------------------------------------------------------------------------
+
+
+def one_of_many(args: argparse.Namespace) -> list[str]:
+    """The table of what one rank of many does, a column for each number of ranks."""
+    found: dict[str, Any] = {}
+    for mesh in (False, True):
+        for ranks in MANY:
+            print(f"one of {ranks}, {'mesh' if mesh else 'stage 3'}", file=sys.stderr)
+            words = ["--ranks", str(ranks), "--rank", str(ranks // 3), "--divide", str(args.divide)]
+            kind = "8 tensor ranks, 4 stages, stage 1" if mesh else "stage 3"
+            found[f"{ranks:,} ranks: {kind}"] = child("rank_of_many.py", *words, *(["--mesh"] if mesh else []))
+    rows = [
+        [
+            phase,
+            *(
+                f"{made['phases'][phase]['seconds']:.2f} s, {made['phases'][phase]['MiB']:.0f}"
+                for made in found.values()
+            ),
+        ]
+        for phase in next(iter(found.values()))["phases"]
+    ]
+    counts = {"parameters of the rank's model": "parameters", "tensors that it saves a part of": "entries"}
+    counts |= {"boxes that it writes": "boxes", "boxes that it finds to load": "found", "boxes of all ranks": "of all"}
+    counts["bytes of the manifest"] = "manifest"
+    rows += [[text, *(f"{made[key]:,}" for made in found.values())] for text, key in counts.items()]
+    title = (
+        f"One rank of many, CPU seconds and growth of memory in MiB; widths of Llama 2 70B divided by {args.divide}, "
+        "all of its 723 tensors (on a mesh, those of a stage):"
+    )
+    return [title, "", *markdown(["", *found], rows), ""]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="start-up,steps")
@@ -335,6 +372,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=12, help="no combination begins later")
     parser.add_argument("--units", type=int, default=1000, help="of the start-up's model")
+    parser.add_argument("--divide", type=int, default=64, help="widths of the model of many ranks, by this")
     parser.add_argument("--limit", type=float, default=60, help="seconds after which a start-up is given up")
     parser.add_argument("--out", type=Path, help="write the tables to this file")
     for hidden, kind in {"start": str, "store": str, "rank": int}.items():
@@ -343,7 +381,7 @@ def main() -> None:
     if args.start:
         start_worker(args)
     os.environ.update(step_time.environment(0, 1))  # of the process that ranks are forked from
-    parts = {"start-up": start_up, "steps": steps}
+    parts = {"start-up": start_up, "steps": steps, "many": one_of_many}
     lines = [f"# Scale\n\n`python benchmarks/scale.py`, {versions()}, {cpu_name()}\n"]
     for name in args.parts.split(","):
         lines += parts[name](args)

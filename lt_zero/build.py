@@ -68,6 +68,7 @@ from lt_zero.offload.host_store import is_apart
 from lt_zero.ops.library import missing
 from lt_zero.ops.rounding import NEAREST, RoundStochastic, WeightRounding
 from lt_zero.planning.check import check_build
+from lt_zero.planning.step_time import MANY, cost_of_shards
 from lt_zero.tiles.huggingface import install as install_tiles
 
 log = logging.getLogger("lt_zero")
@@ -186,6 +187,8 @@ def _shard(
             if training and policy.moments is not None:
                 warn_of_wide_moments(plan, policy.moments)
         check_build(plan, config, policy, group, training)
+        if training and group.world.rank == 0:
+            _tell_cost(plan, config, policy, group)
         if not config.compile.disable:
             undo.callback(compile_blocks(module, config.compile, group).remove)
         installed = undo.pop_all()
@@ -194,6 +197,12 @@ def _shard(
     engine = _build(module, device, plan, config, policy, group, groups, training, saved, parts)
     engine.handles.append(_Undo(installed))
     return engine
+
+
+def _tell_cost(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, group: ShardGroup) -> None:
+    """Log what many shards cost a step on a cluster of GPUs."""
+    if group.mesh.shards >= MANY and group.backend != "gloo":
+        log.info(cost_of_shards(plan, config, policy, group))
 
 
 class _Undo:

@@ -183,7 +183,7 @@ def test_nothing_signs_a_manifest() -> None:
     from lt_zero.checkpoint.native.directory import Manifest
 
     text = Manifest({}, {}, [], {}, [], {}).dump()  # anybody can write one with fitting checksums
-    assert Manifest.parse(text, "manifest.json").dump() == text
+    assert Manifest.parse(text.encode(), "manifest.json").dump() == text
 
 
 @says("Shared memory between ranks has no name that another process could open.")

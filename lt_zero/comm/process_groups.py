@@ -126,8 +126,10 @@ def new_group(
         RuntimeError: the ranks cannot connect.
     """
     apart = backend == "gloo" or not connects
+    # A rank outside opens nothing. It comes by here for each of the groups of all other ranks.
+    limited = closing_if_unanswered(probed, link_timeout) if inside else nullcontext()
     try:
-        with closing_if_unanswered(probed, link_timeout), _splitting_nothing_off() if apart else nullcontext():
+        with limited, _splitting_nothing_off() if apart else nullcontext():
             group: dist.ProcessGroup = dist.new_group(ranks, timeout, backend, use_local_synchronization=alone)
     except RuntimeError as error:
         if is_full_table(error):

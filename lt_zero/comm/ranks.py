@@ -13,7 +13,6 @@ Note [Order of launches]
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import sys
@@ -30,6 +29,7 @@ from torch import Tensor
 from lt_zero.comm import host_maximum
 from lt_zero.comm.hang_detection import HangDetector
 from lt_zero.comm.host_maximum import HostMaxima
+from lt_zero.comm.objects import gather, packed
 from lt_zero.comm.process_groups import backend_of
 from lt_zero.comm.shared_memory import FENCES, Barrier, Maxima, SharedArena
 from lt_zero.comm.verdict import CALLED, OVER
@@ -339,46 +339,24 @@ class Ranks(ProcessLocal):
         """The first rank's (small, picklable) Python value on every rank."""
         if self.process_group is None:
             return value
-        packed = _packed(value) if self.rank == 0 else b""
-        opened = self.log.open("broadcast_object_list", name, len(packed), host=True)
+        mine = packed(value) if self.rank == 0 else b""
+        opened = self.log.open("broadcast_object_list", name, len(mine), host=True)
         # torch's collective blocks: make sure that all ranks enter it.
         self.order.launch("object", name, 0, compare=True)
-        box = [packed]
+        box = [mine]
         with self.explaining():
             dist.broadcast_object_list(box, src=self._peer(0), group=self.order.host)
         self.log.ended(opened)
         return pickle.loads(box[0])
 
     def host_gather(self, value: Any, name: str) -> list[Any]:
-        """The (small, picklable) Python values of all ranks, on every rank."""
+        """The (small, picklable) Python values of all ranks, on every rank. Equal ones are one object there."""
         if self.process_group is None:
             return [value]
-        packed = _packed(value)
-        opened = self.log.open("all_gather_object", name, len(packed), host=True)
+        mine = packed(value)
+        opened = self.log.open("all_gather_object", name, len(mine), host=True)
         self.order.launch("objects", name, 0, compare=True)
-        box: list[Any] = [None] * self.size
         with self.explaining():
-            dist.all_gather_object(box, packed, group=self.order.host)
+            found = gather(mine, self.rank, self.size, self.order.host)
         self.log.ended(opened)
-        return [pickle.loads(found) for found in box]
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles tensors as bytes; by default pickle calls ``torch.save`` for the full storage of each."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) is not Tensor or value.layout is not torch.strided or value.is_meta:
-            return NotImplemented
-        # A CUDA tensor arrives on the CPU: by default it would arrive on the sender's device.
-        flat = value.detach().resolve_conj().resolve_neg().reshape(-1).cpu()
-        return _unpacked, (flat.view(torch.uint8).numpy().tobytes(), value.dtype, value.shape)
-
-
-def _packed(value: Any) -> bytes:
-    data = io.BytesIO()
-    _Pickler(data, pickle.HIGHEST_PROTOCOL).dump(value)
-    return data.getvalue()
-
-
-def _unpacked(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+        return found

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -104,7 +104,8 @@ class ShardGroup(Ranks):
         self._arena: SharedArena | None = None
         self._written = self._read = False  # windows were written, or read, since the last fence
         self.mesh = Mesh(self.size, self.rank, self.size)
-        members = [[ranks.index(rank) for rank in node if rank in ranks] for node in world.nodes]
+        numbers = {rank: number for number, rank in enumerate(ranks)}
+        members = [[numbers[rank] for rank in node if rank in numbers] for node in world.nodes]
         self.nodes = [node for node in members if node]
         self._row: Groups | None = None  # groups over parts of the ranks
         self._configured: tuple[Any, ...] | None = None
@@ -126,7 +127,7 @@ class ShardGroup(Ranks):
         """The (small, picklable) values of all ranks of the world, if it has others than these. Collective then."""
         return [value] if self.size == self.world.size else self.world.host_gather(value, name)
 
-    @property
+    @cached_property
     def described(self) -> str:
         """The groups, as all ranks make them."""
         more = f", ... ({zlib.crc32(repr(self._parts).encode()):08x})" if len(self._parts) > _SHOWN else ""

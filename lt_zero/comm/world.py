@@ -226,7 +226,9 @@ class World(Ranks):
         Raises:
             RuntimeError: on all ranks: the table of descriptors of one is full. Or the ranks cannot connect.
         """
-        wanted, made = [list(part) for part in parts or [range(self.size)]], backend or self.backend
+        wanted = [list(part) for part in parts or [range(self.size)]]
+        # A simulated group has no other processes, with which gloo could connect.
+        made = backend if backend and self.backend != "fake" else self.backend
         alone = all(len(part) == 1 for part in wanted)
         if alone and made in self._of_one:
             return self._of_one[made]

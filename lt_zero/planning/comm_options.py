@@ -14,8 +14,18 @@ from lt_zero.common.tables import bytes_cell, show
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import OptimizerBlock
 from lt_zero.config.rules import contradictions
-from lt_zero.planning.estimate import Machine, Setting, estimate, estimate_traffic, misfit, settings
+from lt_zero.parallel.mesh import ParallelSizes
+from lt_zero.planning.estimate import (
+    Machine,
+    Setting,
+    estimate,
+    estimate_step,
+    estimate_traffic,
+    misfit,
+    settings,
+)
 from lt_zero.planning.sizes import Model
+from lt_zero.planning.step_time import Choice, Cluster, StepTime, choices, milliseconds
 from lt_zero.planning.traffic import Traffic
 
 
@@ -151,3 +161,42 @@ def fitting(
                 traffic = estimate_traffic(model, chosen, world, ranks_per_node=machine.ranks, device=device, **sent)
                 found[option] = setting, traffic
     return found
+
+
+def many_shards(
+    model: Model,
+    machine: Machine,
+    config: ZeroConfig,
+    world: int,
+    *,
+    tokens: int,
+    device: str = "cuda",
+    **options: Any,
+) -> list[str]:
+    """Lines that say what the shards of ``config`` cost a step, and what fits and costs less; [] for few shards.
+
+    Args:
+        tokens: of a micro-batch.
+        model, machine, config, world, device, options: as in ``fitting``.
+    """
+    found = (
+        choices(config, world, machine.ranks) if device != "cpu" and ParallelSizes.of(config, world).is_plain else []
+    )
+    if len(found) < 2:
+        return []
+    sent = {key: value for key, value in options.items() if key in ("precision", "accumulate_grad_batches")}
+    times: dict[Choice, StepTime] = {}
+    for choice in found:
+        chosen = choice.of(config)
+        cast = estimate(model, chosen, world, ranks_per_node=machine.ranks, device=device, **options)
+        if choice is found[0] or not misfit(cast, machine):
+            times[choice] = estimate_step(model, chosen, world, ranks_per_node=machine.ranks, tokens=tokens, **sent)
+    now, *others = times.items()
+    lines = [
+        f"over {world:,} shards a step with micro-batches of {tokens:,} tokens waits {milliseconds(now[1].waits)} for "
+        f"the network, beside {milliseconds(now[1].computes)} of computing (by a model of {Cluster().name}):"
+    ]
+    better = sorted((pair for pair in others if pair[1].waits < now[1].waits), key=lambda pair: pair[1].waits)
+    for choice, time in better:
+        lines.append(f"    {'' if choice.exact else '~ '}{choice}: waits {milliseconds(time.waits)}")
+    return lines if better else [f"{lines[0][:-1]}; no other setting waits less."]

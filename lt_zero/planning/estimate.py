@@ -36,6 +36,7 @@ from lt_zero.parallel.plan import planned_parts
 from lt_zero.planning.forecast import PLACES, Forecast, forecast
 from lt_zero.planning.setup import PlannedGroup, Setup
 from lt_zero.planning.sizes import Model, Sizes, Stage, fullest, parts_of_all, skeleton, stages_of_sizes
+from lt_zero.planning.step_time import Cluster, StepTime, step_time
 from lt_zero.planning.traffic import Traffic, forecast_traffic
 from lt_zero.step.fused_step import FusedStep
 from lt_zero.step.supported_optimizers import states_by_group
@@ -106,6 +107,28 @@ def estimate_traffic(
         _check_nodes(setup, world // setup.world)
         setup = replace(setup, per_node=min(setup.per_node, setup.world))
     return forecast_traffic(plan, parsed, policy, setup, accumulate_grad_batches * parsed.micro_batches)
+
+
+def estimate_step(
+    model: Model,
+    config: ZeroConfig | dict[str, Any] | None = None,
+    world: int = 1,
+    *,
+    ranks_per_node: int | None = None,
+    precision: str | None = None,
+    accumulate_grad_batches: int = 1,
+    tokens: int = 4096,
+    cluster: Cluster | None = None,
+) -> StepTime:
+    """The time of a step on GPUs, with ``tokens`` in a micro-batch, by the model of step_time.py.
+
+    Other arguments, errors: as for ``estimate``. Data ranks only: what tensor, pipeline and expert ranks send is not
+    counted. ``cluster``: default: of H100.
+    """
+    plan, parsed, policy, setup = _planned(
+        model, config, world, ranks_per_node, "adam", precision, "cuda", accumulate_grad_batches, False
+    )
+    return step_time(plan, parsed, policy, setup, tokens, accumulate_grad_batches, cluster)
 
 
 def _check_nodes(setup: Setup, stages: int) -> None:

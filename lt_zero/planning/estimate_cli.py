@@ -24,7 +24,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
 from lt_zero.parallel.drawing import rank_table, shares
 from lt_zero.parallel.mesh import ParallelSizes
-from lt_zero.planning.comm_options import comm_options_table, fitting, recommended
+from lt_zero.planning.comm_options import comm_options_table, fitting, many_shards, recommended
 from lt_zero.planning.estimate import Fit, Machine, cheapest, estimate, settings_table
 from lt_zero.planning.forecast import Forecast, kinds_table
 from lt_zero.planning.long_sequences import ActivationCounter, remedies_table
@@ -157,7 +157,8 @@ def estimate_command(
             dtypes_table(model, parsed, world, adapters=trained, console=console, **options)
             return
         if fit:
-            fits = _fit(model, parsed, world, options, (gpu_gb, cpu_gb, nvme_gb), mbit, console)
+            tokens = length * micro_batch
+            fits = _fit(model, parsed, world, options, (gpu_gb, cpu_gb, nvme_gb), mbit, tokens, console)
             is_plain = ParallelSizes.of(parsed, world).is_plain and isinstance(model, Sizes) and not model.experts
             if isinstance(model, Sizes) and is_plain and device == "cuda" and world > 1:
                 known = shape or Transformer.like(model.total, length, micro_batch)
@@ -421,6 +422,7 @@ def _fit(
     options: dict[str, Any],
     sizes: tuple[float | None, float | None, float],
     mbit: float | None,
+    tokens: int,
     console: Console,
 ) -> bool:
     """Print the fastest setting that fits; returns whether there is one."""
@@ -461,4 +463,7 @@ def _fit(
         releases = ", stage3_max_reuse_distance: 0" if setting.releases else ""
         line = f"of what fits, least is sent by: {option.name}{releases} ({traffic.seconds(mbit):.2f} s on the link)"
         console.print(f"{line}: {traffic.topology}", markup=False, soft_wrap=True)
+    chosen = found.setting.of(config)
+    for line in many_shards(model, machine, chosen, world, tokens=tokens, **options):
+        console.print(line, markup=False, soft_wrap=True)
     return True

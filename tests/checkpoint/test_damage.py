@@ -273,7 +273,7 @@ class Touches:
 def plant(folder: Path, name: str, data: bytes) -> None:
     """Put a file into a checkpoint and make the manifest vouch for it."""
     (folder / name).write_bytes(data)
-    manifest = Manifest.parse((folder / "manifest.json").read_text(), "")
+    manifest = Manifest.parse((folder / "manifest.json").read_bytes(), "")
     sums = []
     for start in range(0, len(data), STEP):
         part = data[start : start + STEP]

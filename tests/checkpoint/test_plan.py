@@ -125,7 +125,7 @@ def test_groups_with_the_same_elements_may_cut_them_in_other_places() -> None:
 
     def parts(ranks: tuple[int, ...], *cuts: int) -> dict[int, Any]:
         ends = zip((0, *cuts), (*cuts, 101), strict=True)
-        return {r: {"x": part_of((101,), F32, whole, *end, ranks)} for r, end in zip(ranks, ends, strict=True)}
+        return {r: {"x": part_of((101,), F32, whole, *end, ranks[0])} for r, end in zip(ranks, ends, strict=True)}
 
     for one, other in (((0, 1), (2, 3)), ((0, 1, 5), (2, 3, 4))):
         found = parts(one, *(40, 80)[: len(one) - 1]) | parts(other, *(32, 90)[: len(other) - 1])

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lt_zero import ZeroConfig, ZeroStrategy
+from lt_zero.comm import objects, ranks
 from lt_zero.comm.comm_log import CommLog, bus_factor, comm_table
 from lt_zero.comm.ranks import Unlogged
 from lt_zero.comm.shard_group import ShardGroup
@@ -38,12 +39,22 @@ class Calls:
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, int, Any]] = []
+        self._of_objects = False  # inside of a gather of objects, which is counted as one
 
     def __enter__(self) -> Calls:
         self._patches = ExitStack()
-        for name in (*SENT, *OBJECTS):
+        for name in (*SENT, "broadcast_object_list"):
             self._patches.enter_context(mock.patch.object(dist, name, self._noting(name, getattr(dist, name))))
+        self._patches.enter_context(mock.patch.object(ranks, "gather", self._gather))
         return self
+
+    def _gather(self, mine: bytes, rank: int, size: int, group: Any) -> list[Any]:
+        self.seen.append(("all_gather_object", 0, group))
+        self._of_objects = True
+        try:
+            return objects.gather(mine, rank, size, group)
+        finally:
+            self._of_objects = False
 
     def __exit__(self, *_: Any) -> None:
         self._patches.close()
@@ -53,7 +64,8 @@ class Calls:
             place = SENT.get(name, -1)
             group = kwargs.get("group", args[2] if name == "broadcast" and len(args) > 2 else None)
             group = args[0] if name == "barrier" and args else group
-            self.seen.append((name, args[place].nbytes if place >= 0 else 0, group))
+            if not self._of_objects:
+                self.seen.append((name, args[place].nbytes if place >= 0 else 0, group))
             return real(*args, **kwargs)
 
         return call

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import Replicas, SendBuffer
 from lt_zero.comm.work import Done, Work, WorkList
@@ -137,10 +139,12 @@ def group_of_one(device: torch.device) -> Iterator[ShardGroup]:
 
 
 @contextmanager
-def one_of(world: int, device: torch.device) -> Iterator[ShardGroup]:
-    """Rank 0 of ``world`` over torch's fake backend: its collectives return at once, with this rank's values."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+def one_of(world: int, device: torch.device, rank: int = 0) -> Iterator[ShardGroup]:
+    """A rank of ``world`` over torch's fake backend: its collectives return at once, with this rank's values."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
-        yield ShardGroup.of_all(World.join(device))
+        # The fake backend broadcasts nothing.
+        with mock.patch.object(Ranks, "host_broadcast", lambda self, value, name: value):
+            yield ShardGroup.of_all(World.join(device))
     finally:
         dist.destroy_process_group()

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.formats.reading import explained
+from lt_zero.checkpoint.native.chunks import Chunk, meeting
 from lt_zero.checkpoint.native.directory import (
     MANIFEST,
     MOST_MANIFEST,
-    Chunk,
     Manifest,
     file_system,
     is_url,
@@ -68,7 +68,7 @@ class Archive:
                 f"{path} is not a complete checkpoint: {MANIFEST} cannot be read ({error}). It is written last; "
                 "a kill while saving leaves none. Resume from another checkpoint."
             ) from None
-        self.manifest = Manifest.parse(data.decode(errors="replace"), place)
+        self.manifest = Manifest.parse(data, place)
         self._blocks.files = self.manifest.files
         for name, record in self.manifest.files.items():
             file, remedy = f"{path}/{name}", "Restore it from a copy, or resume from another checkpoint."
@@ -208,7 +208,7 @@ class Archive:
             return out
         covered = 0
         wanted = [(part.shifted(box.offsets), part) for part in cut_range(box.sizes, lo, hi)]
-        for chunk in sorted(entry.chunks, key=lambda chunk: chunk.start):
+        for chunk in sorted(meeting(entry.chunks, [place for place, _ in wanted]), key=lambda chunk: chunk.start):
             for place, part in wanted:
                 if (shared := place.common(chunk.box)) is not None:
                     first = flat_index(box.sizes, part.offsets) - lo
@@ -256,6 +256,8 @@ class Archive:
         Raises:
             CheckpointError: one is damaged; names its file.
         """
+        for entry in self.manifest.tensors.values():
+            len(entry.chunks)  # parses and checks them
         for name in self.manifest.files:
             self._blocks.verify(name, tick)
         return sum(record.nbytes for record in self.manifest.files.values())

@@ -32,10 +32,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fsspec
+import numpy as np
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 
+from lt_zero.checkpoint.native.chunks import Chunk, Chunks, Table
 from lt_zero.checkpoint.source import Spec
 from lt_zero.common.boxes import Box, check_cover
 from lt_zero.common.errors import CheckpointError
@@ -46,8 +48,11 @@ from lt_zero.io.staging import Staging, hidden_name, leftovers, staged, staging_
 
 MANIFEST = "manifest.json"
 README = "README.txt"  # not in the manifest: it may be edited or missing
-MOST_MANIFEST = 1 << 28  # bytes; 10,000 tensors on 1,000 ranks take a tenth
+MOST_MANIFEST = 1 << 30  # bytes; a model of 70B with Adam's moments on 4,096 ranks takes an eighth
 _VERSION = 1  # of the manifest
+_TENSORS = b'\n"tensors": {\n'  # what comes before the lines of tensors: names have no line breaks in JSON
+_END = b"\n}}\n"  # behind them
+_CHUNKS = b'"chunks": '  # in such a line, behind the rest; a quotation mark inside of a name has a backslash
 _FILES = re.compile(r"(weights|moments)-\d+\.pt|(meta|extras)\.pt|objects\.pkl|\.metadata|manifest\.json|README\.txt")
 _ABOUT = """\
 This directory is one checkpoint of lt_zero (ZeRO for PyTorch Lightning). All of its files belong together.
@@ -113,19 +118,11 @@ def inside(folder: str | os.PathLike[str], name: str) -> str:
     return f"{str(folder).rstrip('/')}/{name}" if is_url(folder) else str(Path(plain_path(folder), name))
 
 
-class Chunk(NamedTuple):
-    """A box of a tensor: its elements, row-major and contiguous, begin at byte ``start`` of ``file``."""
-
-    box: Box
-    file: str
-    start: int
-
-
 @dataclass(frozen=True)
 class ManifestEntry(Spec):
     """A tensor that is saved in chunks."""
 
-    chunks: tuple[Chunk, ...]
+    chunks: Sequence[Chunk]
 
 
 @dataclass(frozen=True)
@@ -158,49 +155,47 @@ class Manifest:
             "aliases": self.aliases,
             "left_out": self.left_out,
             "files": [{"name": n, "bytes": self.files[n].nbytes, "sums": self.files[n].sums} for n in names],
-            "tensors": {
-                name: {
-                    "dtype": str(entry.dtype).removeprefix("torch."),
-                    "shape": entry.shape,
-                    "chunks": [(*c.box, number[c.file], c.start) for c in entry.chunks],
-                }
-                for name, entry in self.tensors.items()
-            },
         }
-        # One line per top-level key keeps the beginning readable.
-        lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items())
-        return f'{{"sha256": "{hashlib.sha256(lines.encode()).hexdigest()}",\n{lines}}}\n'
+        # One line per key keeps the beginning readable, and one per tensor lets ``parse`` leave out its chunks.
+        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items()]
+        entries = ",\n".join(_line_of(name, entry, number) for name, entry in self.tensors.items())
+        text = ",\n".join([*lines, f'"tensors": {{\n{entries}\n}}'])
+        return f'{{"sha256": "{hashlib.sha256(text.encode()).hexdigest()}",\n{text}}}\n'
 
     @classmethod
-    def parse(cls, text: str, path: str) -> Manifest:
+    def parse(cls, data: bytes, path: str) -> Manifest:
         """Read a manifest.
 
         Raises:
-            CheckpointError: the text is damaged, or from a newer version; names ``path``.
+            CheckpointError: the text is damaged, or from a newer version; names ``path``. What it says of a tensor's
+                chunks raises the same when they are used; see chunks.py, Note [Chunks on demand].
         """
-        match = re.fullmatch(r'\{"sha256": "([0-9a-f]{64})",\n(.*)\}\n', text, re.DOTALL)
-        if match is None or hashlib.sha256(match[2].encode()).hexdigest() != match[1]:
+        head = re.match(rb'\{"sha256": "([0-9a-f]{64})",\n', data)
+        if head is None or not data.endswith(b"}\n"):
+            digest = None
+        else:
+            digest = hashlib.sha256(memoryview(data)[head.end() : -2]).hexdigest().encode()
+        if head is None or digest != head[1]:
             raise CheckpointError(
                 f"{path} is damaged: its content does not match its checksum. Restore it from a copy, or use another "
                 "checkpoint."
             )
-        try:
-            body = table(json.loads(text), "the content")
+        with _explaining(path):
+            first, lines = _lines_of_tensors(data)
+            body = table(json.loads(first), "the content")
             if count(body["version"], "version") > _VERSION:
                 raise CheckpointError(
                     f"{path} has version {body['version']}, but this lt_zero reads up to {_VERSION}. Update lt_zero."
                 )
-            return replace(cls._of(body), checksum=match[1])
-        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise CheckpointError(
-                f"{path} is malformed ({type(error).__name__}: {error}), although its checksum is correct: lt_zero did "
-                "not write it. Use another checkpoint."
-            ) from None
+            return replace(cls._of(body, lines, path), checksum=head[1].decode())
 
     @classmethod
-    def _of(cls, body: Mapping[str, Any]) -> Manifest:
+    def _of(cls, body: Mapping[str, Any], lines: Mapping[str, _Line], path: str) -> Manifest:
         """Check all that reads do not check: types; files lie in the directory, chunks in their file; chunks are all
-        of their tensor; names lead to tensors."""
+        of their tensor; names lead to tensors.
+
+        ``lines``: of tensors that are not in ``body``, by name.
+        """
         if body["block"] != STEP:
             raise ValueError(f"blocks of {body['block']} bytes")
         files = _files_of(body["files"])
@@ -210,6 +205,8 @@ class Manifest:
         tensors = {
             name: _entry_of(name, entry, names, files) for name, entry in table(body["tensors"], "tensors").items()
         }
+        lengths = np.array([record.nbytes for record in files.values()], dtype=np.int64)
+        tensors |= {name: _entry_on_demand(name, line, names, files, lengths, path) for name, line in lines.items()}
         order, left_out = texts(body["order"], "order"), texts(body["left_out"], "left_out")
         aliases = table(body["aliases"], "aliases")
         for tied, name in aliases.items():
@@ -238,10 +235,88 @@ def _files_of(listed: Any) -> dict[str, FileRecord]:
     return files
 
 
+class _Line(NamedTuple):
+    """The line of a tensor: all but its chunks, and the text of these."""
+
+    entry: Mapping[str, Any]
+    chunks: memoryview
+
+
+@contextlib.contextmanager
+def _explaining(path: str) -> Iterator[None]:
+    """Context that turns errors of content that this package did not write into ones that name ``path``."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is malformed ({type(error).__name__}: {error}), although its checksum is correct: lt_zero did "
+            "not write it. Use another checkpoint."
+        ) from None
+
+
+def _line_of(name: str, entry: ManifestEntry, number: Mapping[str, int]) -> str:
+    """The line of a tensor. ``number``: of each file."""
+    dtype = str(entry.dtype).removeprefix("torch.")
+    listed = [(*c.box, number[c.file], c.start) for c in entry.chunks]
+    return f"{json.dumps(name)}: {json.dumps({'dtype': dtype, 'shape': entry.shape, 'chunks': listed})}"
+
+
+def _lines_of_tensors(data: bytes) -> tuple[bytes, dict[str, _Line]]:
+    """A manifest's text without its tensors, and the lines of these by name; none if they do not have a line each."""
+    begin, end = data.find(_TENSORS), len(data) - len(_END)
+    if begin < 0 or not data.endswith(_END):
+        return data, {}
+    found: dict[str, _Line] = {}
+    view, start = memoryview(data), begin + len(_TENSORS)
+    while start < end:
+        stop = data.find(b"\n", start, end)
+        stop = end if stop < 0 else stop
+        last = stop - data.endswith(b",", start, stop)  # of the tensor's text, which ends with its list of chunks and }
+        chunks = data.find(_CHUNKS, start, last) + len(_CHUNKS)
+        if chunks < len(_CHUNKS):
+            raise ValueError("a tensor has no chunks")
+        [(name, entry)] = json.loads(b"{" + data[start:chunks] + b"[]}}").items()
+        if name in found:
+            raise ValueError(f"tensors has {name} twice")
+        found[name] = _Line(entry, view[chunks : last - 1])
+        start = stop + 1
+    return data[:begin] + b'\n"tensors": {}}', found
+
+
 def _entry_of(name: str, entry: Any, names: Sequence[str], files: Mapping[str, FileRecord]) -> ManifestEntry:
-    """A tensor with its chunks, which are inside of their files and all of it."""
+    """A tensor with its chunks."""
+    shape, dtype = _form_of(name, entry)
+    return ManifestEntry(shape, dtype, _chunks_of(name, shape, dtype, names, files, entry["chunks"]))
+
+
+def _entry_on_demand(
+    name: str, line: _Line, names: Sequence[str], files: Mapping[str, FileRecord], lengths: Table, path: str
+) -> ManifestEntry:
+    """A tensor with the text of its chunks. ``lengths``: of the files; ``path``: of the manifest, for errors."""
+    shape, dtype = _form_of(name, line.entry)
+
+    def check(listed: Any) -> None:
+        with _explaining(path):
+            _chunks_of(name, shape, dtype, names, files, listed)
+
+    return ManifestEntry(shape, dtype, Chunks(line.chunks, shape, dtype.itemsize, names, lengths, check))
+
+
+def _form_of(name: str, entry: Any) -> tuple[tuple[int, ...], torch.dtype]:
     shape = counts(table(entry, name)["shape"], f"shape of {name}")
-    dtype, listed, chunks = dtype_of(entry["dtype"], f"dtype of {name}"), entry["chunks"], []
+    return shape, dtype_of(entry["dtype"], f"dtype of {name}")
+
+
+def _chunks_of(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    names: Sequence[str],
+    files: Mapping[str, FileRecord],
+    listed: Any,
+) -> tuple[Chunk, ...]:
+    """The chunks of a tensor, which are inside of their files and all of it."""
+    chunks = []
     for chunk in listed if isinstance(listed, list) else [None]:
         if not isinstance(chunk, list) or len(chunk) != 4:
             raise ValueError(f"{name} has a chunk {chunk!r:.100}")
@@ -251,7 +326,7 @@ def _entry_of(name: str, entry: Any, names: Sequence[str], files: Mapping[str, F
             raise ValueError(f"{name} of {shape} has a chunk {chunk}, beyond the end of {file}")
         chunks.append(Chunk(box, file, start))
     check_cover(name, shape, [chunk.box for chunk in chunks])
-    return ManifestEntry(shape, dtype, tuple(chunks))
+    return tuple(chunks)
 
 
 def count(value: Any, what: str) -> int:

@@ -105,17 +105,15 @@ def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
     own: dict[str, dict[str, Any]] = {}  # by name: numbers are those of a module, of which ranks may have others
     known: dict[str, int] = {}
     for bucket in engine.buckets:
-        is_whole = bucket.is_whole  # on every rank
         for index, parameter in enumerate(bucket.params):
             if id(parameter) in numbers:
                 known[bucket.layout.spans[index].name] = numbers[id(parameter)]
             if id(parameter) in numbers and parameter in optimizer.state:
                 number, name = numbers[id(parameter)], bucket.layout.spans[index].name
-                state[number], own[name] = states_of(bucket, index, optimizer.state[parameter]), {}
-                for key, value in state[number].items():
-                    if not is_whole and not isinstance(value, Fragment):
-                        is_scalar = isinstance(value, Tensor) and value.dim() == 0
-                        own[name][key] = _Scalar(value.dtype, value.item()) if is_scalar else value
+                state[number] = states_of(bucket, index, optimizer.state[parameter])
+                if not bucket.is_whole and _tells_of(bucket, index):  # else every rank has it
+                    entries = state[number].items()
+                    own[name] = {key: _plain(value) for key, value in entries if not isinstance(value, Fragment)}
         if () in bucket.shapes:
             put_away(bucket.states.values())  # ``states_of`` has read them
     for others in engine.world.host_gather(own, "optimizer states that are no tensors"):
@@ -127,6 +125,20 @@ def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
                 if key not in mine:
                     mine[key] = torch.tensor(value.value, dtype=value.dtype) if isinstance(value, _Scalar) else value
     return {**packed, "state": {**packed["state"], **dict(sorted(state.items()))}}
+
+
+def _plain(value: Any) -> Any:
+    return _Scalar(value.dtype, value.item()) if isinstance(value, Tensor) and value.dim() == 0 else value
+
+
+def _tells_of(bucket: Bucket, index: int) -> bool:
+    """True on the rank that tells others of a parameter: the one that has its first element, in the first replica.
+
+    If all ranks with elements told, each would get as many values as parameters have shards.
+    """
+    pieces = bucket.pieces_of(index)
+    is_first = pieces[0].lo == 0 if pieces else bucket.layout.spans[index].numel == 0
+    return is_first and bucket.group.mesh.replica == 0
 
 
 def states_of(bucket: Bucket, index: int, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -186,14 +186,16 @@ def _unite_optimizer(mine: dict[str, Any], theirs: Mapping[str, Any], where: str
 class TensorBoxes(NamedTuple):
     """Boxes of a tensor that a rank has, or is to write; each is contiguous in the rank's elements.
 
-    ``within``: the box of the tensor that ``ranks`` have together; None, or (): as for ``Fragment``.
+    ``within``: the box of the tensor that a group of ranks has together; None: it is not known. ``first``: the first
+    rank of that group, by which it is known (all of its ranks in each of their plans would be ranks squared numbers on
+    rank 0); None: all ranks.
     """
 
     shape: Shape  # of the tensor
     dtype: torch.dtype
     boxes: tuple[Box, ...]
     within: Box | None = None
-    ranks: tuple[int, ...] = ()
+    first: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -207,19 +209,19 @@ class TensorBoxes(NamedTuple):
 BoxesByName = Mapping[str, TensorBoxes]  # of one rank, by the tensor's name
 
 
-def part_of(shape: Shape, dtype: torch.dtype, box: Box, lo: int, hi: int, ranks: tuple[int, ...] = ()) -> TensorBoxes:
-    """Elements [lo, hi) in row-major order of a box of a tensor, which ``ranks`` have together."""
-    return _part_of(shape, dtype, box, lo, hi, ranks, max(1, LARGEST // dtype.itemsize))
+def part_of(shape: Shape, dtype: torch.dtype, box: Box, lo: int, hi: int, first: int | None = None) -> TensorBoxes:
+    """Elements [lo, hi) in row-major order of a box of a tensor, which the group of rank ``first`` has together."""
+    return _part_of(shape, dtype, box, lo, hi, first, max(1, LARGEST // dtype.itemsize))
 
 
 @functools.lru_cache(4096)
 def _part_of(
-    shape: Shape, dtype: torch.dtype, box: Box, lo: int, hi: int, ranks: tuple[int, ...], largest: int
+    shape: Shape, dtype: torch.dtype, box: Box, lo: int, hi: int, first: int | None, largest: int
 ) -> TensorBoxes:
     found = cut_range(box.sizes, lo, hi, largest)
     if box.sizes != shape:
         found = [inner.shifted(box.offsets) for inner in found if box.numel or not math.prod(shape)]
-    return TensorBoxes(shape, dtype, tuple(found), box, ranks)
+    return TensorBoxes(shape, dtype, tuple(found), box, first)
 
 
 def divide(plans: Sequence[BoxesByName]) -> list[dict[str, TensorBoxes]]:
@@ -295,8 +297,8 @@ def _owners(parts: Mapping[int, TensorBoxes]) -> dict[Box, list[int]]:
 
 def _of_first_groups(parts: Mapping[int, TensorBoxes]) -> dict[int, TensorBoxes]:
     """The parts of one group of ranks for each box that groups have together."""
-    first: dict[Box | None, tuple[int, ...]] = {}
-    return {rank: part for rank, part in parts.items() if first.setdefault(part.within, part.ranks) == part.ranks}
+    first: dict[Box | None, int | None] = {}
+    return {rank: part for rank, part in parts.items() if first.setdefault(part.within, part.first) == part.first}
 
 
 def _listed(boxes: Sequence[Box]) -> str:

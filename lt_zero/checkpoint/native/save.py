@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from lt_zero.checkpoint.native.directory import Chunk, Manifest, ManifestEntry, PendingDirectory
+from lt_zero.checkpoint.native.chunks import Chunk
+from lt_zero.checkpoint.native.directory import Manifest, ManifestEntry, PendingDirectory
 from lt_zero.checkpoint.native.pieces import parameter_numbers
 from lt_zero.checkpoint.native.plain import Key, Path, described, dotted_path, to_plain
 from lt_zero.checkpoint.native.plan import (
@@ -50,6 +51,7 @@ from lt_zero.common.boxes import Box, flat_index
 from lt_zero.common.compat import storage_info
 from lt_zero.common.descriptors import fullness, is_full_table
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.garbage import without_gc
 from lt_zero.common.units import exact_bytes
 from lt_zero.common.users_code import warn
 from lt_zero.engine.lazy_tensor import Fragment, LazyTensor
@@ -397,12 +399,13 @@ class DirectoryWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         own: dict[str, TensorBoxes] = {}
         for name, value in self.made.tensors.items():
-            ranks = value.ranks if isinstance(value, Fragment) else ()
-            part = part_of(tuple(value.shape), value.dtype, *_range_of(value), ranks)
+            first = value.ranks[0] if isinstance(value, Fragment) and value.ranks else None
+            part = part_of(tuple(value.shape), value.dtype, *_range_of(value), first)
             if part.boxes:
                 own[name] = part
         return replace(plan, storage_data=own)
 
+    @without_gc  # there may be millions of boxes
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # torch takes a process without a group for the only one, and each would publish the directory.
         if len(plans) < self.ranks:
@@ -465,6 +468,7 @@ class DirectoryWriter(StorageWriter):
             sink.abandon()
             raise
 
+    @without_gc
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Add the content of rank 0 and the manifest, then publish the directory."""
         # A new one: torch sends the given one to all ranks, and rank 0 alone needs it.
