@@ -172,7 +172,8 @@ def _rows() -> dict[str, tuple[int, int]]:
             row = f"{name}, {'DDP' if stage is None else f'stage {stage}'}"
             found[row] = _train(net, build, fullgraph, stage)
     found["engine.compile(), stage 2"] = _of_engine()
-    found["steps inside of a forward, stage 2"] = _by_hand()
+    found["steps inside of a forward, stage 2"] = _by_hand(False)
+    found["the same with bare backwards"] = _by_hand(True)
     found["beside steps of another run"] = _beside_steps()
     _of_functions()
     return found
@@ -195,12 +196,15 @@ def _beside_steps() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-def _by_hand() -> tuple[int, int]:
-    """Two optimizers whose steps code takes inside of one forward, as for a GAN: graphs are whole after a step, too."""
+def _by_hand(bare: bool) -> tuple[int, int]:
+    """Two optimizers whose steps code takes inside of one forward, as for a GAN: graphs are whole after a step, too.
+
+    ``bare``: nothing is around the backwards, so the gradients that a graph returns have to begin them.
+    """
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
-    nets = nn.ModuleList([Block(), nn.Sequential(nn.Linear(10, 12), nn.Tanh(), nn.Linear(12, 1))])
+    nets = nn.ModuleList([nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())])
     plain = copy.deepcopy(nets)
     engine = lt_zero.shard(nets, config_of(2))
     optimizers, wanted = (
@@ -212,7 +216,7 @@ def _by_hand() -> tuple[int, int]:
     rows = torch.rand(2, 3, 10, generator=torch.Generator().manual_seed(1))
     for _ in range(3):
         with engine.forward_scope():
-            _by_turns(nets[0], critic, optimizers, rows[dist.get_rank()], engine.backward_pass)
+            _by_turns(nets[0], critic, optimizers, rows[dist.get_rank()], nullcontext if bare else engine.backward_pass)
         _by_turns(plain[0], plain[1], wanted, rows, nullcontext)
     for name, value in full_values(engine).items():
         torch.testing.assert_close(value, dict(plain.named_parameters())[name].detach(), msg=name)
@@ -323,6 +327,7 @@ TABLE = {
     "compile: {disable: false}, stage 3": (1, 0),
     "engine.compile(), stage 2": (1, 0),
     "steps inside of a forward, stage 2": (2, 0),  # the second one computes no gradient of its input
+    "the same with bare backwards": (2, 0),
     "beside steps of another run": (2, 0),
 }
 
