@@ -70,6 +70,7 @@ from torch.nn import Parameter
 
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common.compat import (
+    compiled_frames,
     in_running_backward,
     queue_backward_callback,
     refuse_reentrant_checkpoint,
@@ -213,6 +214,10 @@ class Engine(ProcessLocal):
     def _prepare_graphs(self) -> None:
         """Do before a forward what the hooks that graphs leave out would do. See Note [Compiled code]."""
         self.finish_steps()
+        self._arm_whole()
+
+    def _arm_whole(self) -> None:
+        """Let the gradient of any parameter that is whole on every rank begin a backward."""
         if self._forwards:
             whole = {p for bucket in self.buckets if not bucket.sharding.params for p in bucket.params}
             self._forwards += hook_parameters(whole - self._armed, self._arm)
@@ -390,6 +395,9 @@ class Engine(ProcessLocal):
                 self.buffers.before_forward(self.reducer.sync)
             self.gatherer.begin_order(entry)
             self._preparation.make()
+            if compiled_frames():
+                # A graph from before the model was set up knows nothing of hooks.
+                self._arm_whole()
             self.gatherer.gather(self.root_unit)
             for bucket in self.root_unit.sharded:
                 bucket.edits.begin_forward()

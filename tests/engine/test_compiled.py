@@ -199,21 +199,24 @@ def _beside_steps() -> tuple[int, int]:
 def _by_hand(bare: bool) -> tuple[int, int]:
     """Two optimizers whose steps code takes inside of one forward, as for a GAN: graphs are whole after a step, too.
 
-    ``bare``: nothing is around the backwards, so the gradients that a graph returns have to begin them.
+    ``bare``: nothing is around the backwards, so the gradients that a graph returns have to begin them. The graphs are
+    those of an ordinary model, from before it is set up.
     """
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
     nets = nn.ModuleList([nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())])
     plain = copy.deepcopy(nets)
+    rows = torch.rand(2, 3, 10, generator=torch.Generator().manual_seed(1))
+    critic = torch.compile(nets[1], fullgraph=True, **BACKEND)
+    for differentiates in (True, False) if bare else ():
+        critic(rows[0].clone().requires_grad_(differentiates))
     engine = lt_zero.shard(nets, config_of(2))
     optimizers, wanted = (
         [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in both] for both in (nets, plain)
     )
     for optimizer in optimizers:
         lt_zero.ShardedOptimizer(engine, optimizer)
-    critic = torch.compile(nets[1], fullgraph=True, **BACKEND)
-    rows = torch.rand(2, 3, 10, generator=torch.Generator().manual_seed(1))
     for _ in range(3):
         with engine.forward_scope():
             _by_turns(nets[0], critic, optimizers, rows[dist.get_rank()], nullcontext if bare else engine.backward_pass)
