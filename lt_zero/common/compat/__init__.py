@@ -702,9 +702,9 @@ def backward_id() -> int:
 
 
 def compiled_frames() -> int:
-    """The number of functions for which torch.compile has made graphs in this process since its last reset."""
+    """The number of times that torch.compile has compiled a function in this process since its last reset."""
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
-    return int(dynamo.FRAME_COUNTER) if dynamo is not None else 0
+    return sum(dynamo.FRAME_COMPILE_COUNTER.values()) if dynamo is not None else 0
 
 
 def has_compiled_nodes(loss: torch.Tensor) -> bool:
