@@ -144,7 +144,8 @@ PEERS ?= build/peers
 compat-peers: ## Run the slow tests of libraries that drive DeepSpeed (transformers, Accelerate, peft, TRL) and of torchao, pinned
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt -e ".[dev]" -r constraints-peers.txt
-	$(PEERS)/bin/python -m pytest -m slow --timeout 1200 tests/deepspeed tests/regressions/test_torchao.py
+	$(PEERS)/bin/python -m pytest -m slow --timeout 1200 tests/deepspeed tests/regressions/test_torchao.py \
+		tests/engine/test_compiled_transformers.py
 
 DIST := dist
 RELEASE := build/release

@@ -105,9 +105,7 @@ def _parts(stage: int, threshold: int) -> None:
         torch.testing.assert_close(value, dict(plain.named_parameters())[name].detach(), msg=name)
 
 
-@pytest.mark.parametrize(
-    ("stage", "threshold"), only_rows([(0, 0), (3, 10**6)], itertools.product(STAGES, [0, 10**6]))
-)
+@pytest.mark.parametrize(("stage", "threshold"), only_rows([(0, 0), (3, 10**6)], itertools.product(STAGES, [0, 10**6])))
 def test_parts_are_called_by_themselves(pool: Pool, stage: int, threshold: int) -> None:
     pool.run(2, _parts, stage, threshold)
 
