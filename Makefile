@@ -144,7 +144,8 @@ PEERS ?= build/peers
 compat-peers: ## Run the slow tests of libraries that drive DeepSpeed (transformers, Accelerate, peft, TRL), of torchao and Ray, pinned
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt -e ".[dev]" -r constraints-peers.txt
-	$(PEERS)/bin/python -m pytest -m slow --timeout 1200 tests/deepspeed tests/regressions/test_torchao.py tests/test_ray.py
+	$(PEERS)/bin/python -m pytest -m slow --timeout 1200 tests/deepspeed tests/regressions/test_torchao.py tests/test_ray.py \
+		tests/engine/test_compiled_transformers.py
 
 PROGRAMS ?= build/programs
 

@@ -22,7 +22,7 @@ Note [Hooks and torch.compile]
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from weakref import WeakSet
 
@@ -221,16 +221,11 @@ def hook_inputs(args: Any, kwargs: Any, fn: Callable[[Any], None]) -> ReplacedTe
     return copied
 
 
-def hook_bare_parameters(root: nn.Module, owned: Container[int], fn: Callable[[Any], None]) -> list[Any]:
-    """Call ``fn(grad)`` before the gradient of a parameter that belongs to no layer is added to ``p.grad``.
-
-    Used outside of every layer (in ``training_step``), it has no hooked output node before it: its gradient may be the
-    first that ``loss.backward()`` computes. There are few of them, so there are O(units) hooks.
-    """
+def hook_parameters(parameters: Iterable[Parameter], fn: Callable[[Any], None]) -> list[Any]:
+    """Call ``fn(grad)`` before the gradient of a parameter is added to ``p.grad``; returns the handles."""
     handles = []
-    composite = [m for m in root.modules() if any(True for _ in m.children())]
-    for parameter in dict.fromkeys(p for m in composite for p in m.parameters(recurse=False)):
-        if id(parameter) in owned and parameter.is_floating_point():
+    for parameter in parameters:
+        if parameter.is_floating_point():
             trainable = parameter.requires_grad
             # A frozen parameter cannot be hooked, and may be unfrozen later.
             parameter.requires_grad_(True)

@@ -47,9 +47,10 @@ Note [Compiled code]
     whose weights are whole on every rank (stages 0 to 2, small parameters at stage 3) these only order the work: steps
     that are still going on are waited for unit by unit, and gradients are reduced while backward runs. Graphs leave
     them out, see module_hooks.py, Note [Hooks and torch.compile]. Then the beginning of a forward waits for all steps,
-    and the end of backward reduces: the backward of one graph returns all gradients at its end anyway. Code that takes
-    steps inside of a forward's scope (manual optimization) goes on so after each step. Hooks of sharded
-    units break the graph, once per call: torch calls the module outside of it, and compiles its forward.
+    the first gradient of a parameter begins the backward, and its end reduces: the backward of one graph returns all
+    gradients at its end anyway. Code that takes steps inside of a forward's scope (manual optimization) goes on so
+    after each step. Hooks of sharded units break the graph, once per call: torch calls the module outside of it, and
+    compiles its forward.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ from torch.nn import Parameter
 
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common.compat import (
+    compiled_frames,
     in_running_backward,
     queue_backward_callback,
     refuse_reentrant_checkpoint,
@@ -77,10 +79,10 @@ from lt_zero.common.compat import (
 from lt_zero.common.module_hooks import (
     Preparation,
     ProcessLocal,
-    hook_bare_parameters,
     hook_forward,
     hook_inputs,
     hook_nodes,
+    hook_parameters,
     hookable_modules,
 )
 from lt_zero.common.tensor_tree import iter_tensors
@@ -184,7 +186,7 @@ class Engine(ProcessLocal):
         # Called before weights and states leave the engine, on all ranks.
         self.before_reading: list[Callable[[], object]] = []
         self._saved_weights = SavedWeights(units, self._need_saved)
-        self._preparation = Preparation(self.finish_steps)
+        self._preparation = Preparation(self._prepare_graphs)
         world.interruptible.add(self)
         self.handles: list[Any] = []  # of what others have installed for it
         self._forwards = self._hook_model()  # handles of its own hooks, by which it runs the model
@@ -194,13 +196,32 @@ class Engine(ProcessLocal):
         self._digests: list[Tensor] = []  # their digests then; empty: steps were incomplete
 
     def _hook_model(self) -> list[Any]:
-        """Hook the model, its units, and parameters that belong to no layer; returns the handles."""
-        handles = hook_bare_parameters(self.root, self.owner, self._arm)
+        """Hook the model, its units, and parameters outside of these; returns the handles."""
+        # If code calls parts of the model instead of it, nothing that begins a backward comes before their gradients.
+        self._armed = self._outside_of_units()
+        handles = hook_parameters(self._armed, self._arm)
         for unit in self.units:
             before, after = partial(self.pre_forward, unit), partial(self.post_forward, unit)
             # See Note [Compiled code].
             handles += hook_forward(unit.module, before, after, None if unit.sharded else self._preparation)
         return handles + self._hook_scope(self.root)
+
+    def _outside_of_units(self) -> set[Parameter]:
+        inside = {module for unit in self.units for module in unit.module.modules()}
+        others = (module for module in self.root.modules() if module not in inside)
+        return {p for module in others for p in module.parameters(recurse=False) if id(p) in self.owner}
+
+    def _prepare_graphs(self) -> None:
+        """Do before a forward what the hooks that graphs leave out would do. See Note [Compiled code]."""
+        self.finish_steps()
+        self._arm_whole()
+
+    def _arm_whole(self) -> None:
+        """Let the gradient of any parameter that is whole on every rank begin a backward."""
+        if self._forwards:
+            whole = {p for bucket in self.buckets if not bucket.sharding.params for p in bucket.params}
+            self._forwards += hook_parameters(whole - self._armed, self._arm)
+            self._armed |= whole
 
     def _hook_scope(self, module: nn.Module) -> list[Any]:
         return hook_forward(
@@ -374,6 +395,9 @@ class Engine(ProcessLocal):
                 self.buffers.before_forward(self.reducer.sync)
             self.gatherer.begin_order(entry)
             self._preparation.make()
+            if compiled_frames():
+                # A graph from before the model was set up knows nothing of hooks.
+                self._arm_whole()
             self.gatherer.gather(self.root_unit)
             for bucket in self.root_unit.sharded:
                 bucket.edits.begin_forward()

@@ -82,6 +82,34 @@ def test_zero_grad_inside_a_window(pool: Pool, stage: int, set_to_none: bool) ->
     pool.run(2, _zeroed_in_a_window, stage, set_to_none)
 
 
+def _parts(stage: int, threshold: int) -> None:
+    """Small parts of a model are called in turn instead of it, and nothing is around their backwards."""
+    torch.manual_seed(0)
+    nets = nn.ModuleList([Block(), nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, 1))])
+    plain = copy.deepcopy(nets)
+    engine = lt_zero.shard(nets, config_of(stage, {"stage3_param_persistence_threshold": threshold}))
+    mine, theirs = ([torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in both] for both in (nets, plain))
+    for optimizer in mine:
+        lt_zero.ShardedOptimizer(engine, optimizer)
+    rows = torch.rand(dist.get_world_size(), 3, WIDTH, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        for number in range(2):
+            for (maker, critic), optimizers, batch in ((nets, mine, rows[dist.get_rank()]), (plain, theirs, rows)):
+                with engine.forward_scope() if maker is nets[0] else nullcontext():
+                    made = maker(batch)
+                    loss = critic(made).square().mean() if number == 0 else -critic(made.detach()).sin().mean()
+                    optimizers[number].zero_grad()
+                    loss.backward()
+                    optimizers[number].step()
+    for name, value in full_values(engine).items():
+        torch.testing.assert_close(value, dict(plain.named_parameters())[name].detach(), msg=name)
+
+
+@pytest.mark.parametrize(("stage", "threshold"), only_rows([(0, 0), (3, 10**6)], itertools.product(STAGES, [0, 10**6])))
+def test_parts_are_called_by_themselves(pool: Pool, stage: int, threshold: int) -> None:
+    pool.run(2, _parts, stage, threshold)
+
+
 def _penalty_loss(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
     x = tokens(step, micro, rank).float() / VOCAB
     x = torch.nn.functional.pad(x, (0, WIDTH - x.shape[1])).requires_grad_()

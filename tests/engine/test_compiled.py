@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,6 +25,8 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.engine.compiled_blocks import compile_blocks
 from lt_zero.engine.gather import Gatherer
 from lt_zero.engine.outside_steps import AutocastOutsideOfSteps, within_step
+from lt_zero.offload import host_store
+from tests.support.matrix import only_rows
 from tests.support.models import Block, Net, next_token_loss, tokens
 from tests.support.parity import RELEASE, config_of, full_values
 from tests.support.pool import Pool
@@ -172,7 +175,8 @@ def _rows() -> dict[str, tuple[int, int]]:
             row = f"{name}, {'DDP' if stage is None else f'stage {stage}'}"
             found[row] = _train(net, build, fullgraph, stage)
     found["engine.compile(), stage 2"] = _of_engine()
-    found["steps inside of a forward, stage 2"] = _by_hand()
+    found["steps inside of a forward, stage 2"] = _by_hand(False)
+    found["the same with bare backwards"] = _by_hand(True)
     found["beside steps of another run"] = _beside_steps()
     _of_functions()
     return found
@@ -195,24 +199,30 @@ def _beside_steps() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-def _by_hand() -> tuple[int, int]:
-    """Two optimizers whose steps code takes inside of one forward, as for a GAN: graphs are whole after a step, too."""
+def _by_hand(bare: bool) -> tuple[int, int]:
+    """Two optimizers whose steps code takes inside of one forward, as for a GAN: graphs are whole after a step, too.
+
+    ``bare``: nothing is around the backwards, so the gradients that a graph returns have to begin them. The graphs are
+    those of an ordinary model, from before it is set up.
+    """
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
-    nets = nn.ModuleList([Block(), nn.Sequential(nn.Linear(10, 12), nn.Tanh(), nn.Linear(12, 1))])
+    nets = nn.ModuleList([nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())])
     plain = copy.deepcopy(nets)
+    rows = torch.rand(2, 3, 10, generator=torch.Generator().manual_seed(1))
+    critic = torch.compile(nets[1], fullgraph=True, **BACKEND)
+    for differentiates in (True, False) if bare else ():
+        critic(rows[0].clone().requires_grad_(differentiates))
     engine = lt_zero.shard(nets, config_of(2))
     optimizers, wanted = (
         [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in both] for both in (nets, plain)
     )
     for optimizer in optimizers:
         lt_zero.ShardedOptimizer(engine, optimizer)
-    critic = torch.compile(nets[1], fullgraph=True, **BACKEND)
-    rows = torch.rand(2, 3, 10, generator=torch.Generator().manual_seed(1))
     for _ in range(3):
         with engine.forward_scope():
-            _by_turns(nets[0], critic, optimizers, rows[dist.get_rank()], engine.backward_pass)
+            _by_turns(nets[0], critic, optimizers, rows[dist.get_rank()], nullcontext if bare else engine.backward_pass)
         _by_turns(plain[0], plain[1], wanted, rows, nullcontext)
     for name, value in full_values(engine).items():
         torch.testing.assert_close(value, dict(plain.named_parameters())[name].detach(), msg=name)
@@ -249,6 +259,17 @@ def _of_engine() -> tuple[int, int]:
     for found, wanted in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found, wanted)
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def test_torch_compiles_none_of_its_own_classes_in_place() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    net = nn.Sequential(nn.Linear(2, 2))
+    net.compile(**BACKEND)
+    net(torch.ones(1, 2))
+    assert not counters["stats"]["unique_graphs"]
+    torch.compile(net, **BACKEND)(torch.ones(1, 2))
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_what_cannot_be_compiled() -> None:
@@ -323,6 +344,7 @@ TABLE = {
     "compile: {disable: false}, stage 3": (1, 0),
     "engine.compile(), stage 2": (1, 0),
     "steps inside of a forward, stage 2": (2, 0),  # the second one computes no gradient of its input
+    "the same with bare backwards": (2, 0),
     "beside steps of another run": (2, 0),
 }
 
@@ -370,3 +392,56 @@ def _late() -> list[int]:
 
 def test_graphs_read_the_weights_of_the_step_before(pool: Pool) -> None:
     assert pool.run(2, _late, env={"LT_ZERO_SHARED_MEMORY": "0"})[0] == [1, 1]
+
+
+# ---- options of a run: the same bits as without a compiler -----------------------------------------------------------
+
+OFFLOAD: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+OVERLAPPING: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "overlap_step": True}}
+Options = tuple[torch.dtype | None, dict[str, Any], dict[str, Any]]  # dtype, zero_optimization, keys
+OPTIONS: dict[str, Options] = {
+    "fp32": (None, {}, {}),
+    "bf16": (torch.bfloat16, {}, {}),
+    "fp16": (torch.float16, {}, {}),
+    "optimizer in host memory": (None, OFFLOAD, {}),
+    "steps beside backward": (None, OVERLAPPING, {}),
+    "parameters in host memory": (None, {**OFFLOAD, "offload_param": {"device": "cpu"}}, {}),
+    "full recomputation": (None, {}, {"activation_checkpointing": {"mode": "full"}}),
+    "selective recomputation": (None, {}, {"activation_checkpointing": {"mode": "selective"}}),
+}
+CASES = [
+    (stage, name)
+    for stage, name in itertools.product([2, 3], OPTIONS)
+    if stage == 3 or name != "parameters in host memory"
+]
+
+
+def _with_options(stage: int, name: str) -> None:
+    """Three steps with and without a compiler, of the whole model at stage 2, and of blocks at stage 3."""
+    dtype, zero, keys = OPTIONS[name]
+    host_store._apart = bool(zero)
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        net = Net(depth=DEPTH)
+        for module in ([net] if stage == 2 else net.blocks) if compiled else []:
+            module.compile(backend="aot_eager")
+        engine = lt_zero.shard(net, config_of(stage, {**RELEASE, **zero} if stage == 3 else zero, dtype, **keys))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        lt_zero.ShardedOptimizer(engine, optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            next_token_loss(net, step, 0, dist.get_rank()).backward()
+            optimizer.step()
+        found.append(full_values(engine))
+    host_store._apart = False
+    assert (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())) == (1, 0)
+    for parameter, value in found[0].items():
+        assert torch.equal(found[1][parameter], value), parameter
+
+
+@pytest.mark.parametrize(("stage", "name"), only_rows([(3, "steps beside backward")], CASES))
+def test_options_give_the_bits_of_an_uncompiled_run(pool: Pool, stage: int, name: str) -> None:
+    pool.run(2, _with_options, stage, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from contextlib import nullcontext
 from typing import Any
@@ -23,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 import lt_zero
 from lt_zero.common.compat import log_graph_by
 from tests.support.lightning_tools import GPT, assert_same, sharded_trainer, weights
-from tests.support.matrix import only
+from tests.support.matrix import only_rows
 from tests.support.pool import Pool
 
 OPTIONS: dict[str, Any] = {"max_epochs": 1, "use_distributed_sampler": False, "limit_val_batches": 0}
@@ -72,10 +73,13 @@ def _size_of(module: Any) -> int:
     return len(file.getvalue()) - sum(p.nbytes for p in layer.parameters())
 
 
-def _fitted(stage: int, uses: bool, folder: str) -> Any:
-    """The weights after two fits; ``uses``: whether the module is used between them."""
+def _fitted(stage: int, uses: bool, folder: str, compiled: bool = False) -> Any:
+    """The weights after two fits; ``uses``: whether the module is used between them; ``compiled``: its network is."""
     threshold = {"stage3_param_persistence_threshold": 10**6}
     module, callback = GPT(dist.get_world_size()), SavesLayers()
+    if compiled:
+        torch.compiler.reset()
+        module.net.compile(backend="eager")
     sharded_trainer(stage, threshold, callbacks=[callback], **OPTIONS).fit(module)
     if uses:
         assert all(size < 4000 for size in [*callback.sizes, _size_of(module)]), callback.sizes
@@ -213,7 +217,7 @@ def _plain(module: nn.Module) -> dict[str, Any]:
     return {name: parameter.detach().clone().numpy() for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.parametrize("stage", only([2], [0, 1, 2, 3]))
-def test_a_fitted_module_is_an_ordinary_one(pool: Pool, stage: int, tmp_path: Any) -> None:
-    used, unused = (pool.run(2, _fitted, stage, uses, str(tmp_path))[0] for uses in (True, False))
+@pytest.mark.parametrize(("stage", "compiled"), only_rows([(2, False)], itertools.product([0, 1, 2, 3], [False, True])))
+def test_a_fitted_module_is_an_ordinary_one(pool: Pool, stage: int, compiled: bool, tmp_path: Any) -> None:
+    used, unused = (pool.run(2, _fitted, stage, uses, str(tmp_path), compiled)[0] for uses in (True, False))
     assert_same(used, unused, 0, 0)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero import ConfigError, FabricZeroStrategy
 from lt_zero.checkpoint.native import rank_state
+from lt_zero.common.compat import is_compiled
 from lt_zero.common.errors import CheckpointError
 from tests.support.lightning_tools import GPT, sharded_trainer, torchrun_env
 from tests.support.matrix import only, only_rows
@@ -93,10 +94,11 @@ CLIPS: list[dict[str, float] | None] = [
     {"clip_val": 0.01},
     {"max_norm": 0.5, "norm_type": float("inf")},
 ]
+COMPILED: dict[str, Any] = {"compile": {"backend": "aot_eager"}}
 
 
-def _trains(stage: int, kind: str, clip: dict[str, float] | None, joint: bool) -> None:
-    fabric = _fabric(stage)
+def _trains(stage: int, kind: str, clip: dict[str, float] | None, joint: bool, keys: dict[str, Any]) -> None:
+    fabric = _fabric(stage, **keys)
     plain = _net()
     reference = _optimizer(kind, plain)
     net = copy.deepcopy(plain)
@@ -105,6 +107,7 @@ def _trains(stage: int, kind: str, clip: dict[str, float] | None, joint: bool) -
     else:
         model = fabric.setup_module(net)
         optimizer = fabric.setup_optimizers(_optimizer(kind, net))
+    assert all(is_compiled(block) == ("compile" in keys) for block in net.blocks)
     for step in range(3):
         norm = _step(fabric, model, optimizer, step, clip)
         wanted = _plain_step(plain, reference, step, clip)
@@ -117,21 +120,23 @@ def _trains(stage: int, kind: str, clip: dict[str, float] | None, joint: bool) -
 
 
 @pytest.mark.parametrize(
-    ("stage", "kind", "clip", "joint"),
+    ("stage", "kind", "clip", "joint", "keys"),
     only_rows(
-        [(1, "AdamW", CLIPS[1], True), (3, "AdamW", CLIPS[3], False)],
+        [(1, "AdamW", CLIPS[1], True, {}), (3, "AdamW", CLIPS[3], False, {})],
         [
-            (0, "SGD", CLIPS[0], False),
-            (1, "AdamW", CLIPS[1], True),
-            (2, "SGD", CLIPS[2], True),
-            (3, "AdamW", CLIPS[3], False),
+            (0, "SGD", CLIPS[0], False, {}),
+            (1, "AdamW", CLIPS[1], True, {}),
+            (2, "SGD", CLIPS[2], True, {}),
+            (3, "AdamW", CLIPS[3], False, {}),
+            (2, "AdamW", CLIPS[1], True, COMPILED),
+            (3, "SGD", CLIPS[1], False, COMPILED),
         ],
     ),
 )
 def test_calls_return_what_fabrics_own_do(
-    pool: Pool, stage: int, kind: str, clip: dict[str, float] | None, joint: bool
+    pool: Pool, stage: int, kind: str, clip: dict[str, float] | None, joint: bool, keys: dict[str, Any]
 ) -> None:
-    pool.run(2, _trains, stage, kind, clip, joint)
+    pool.run(2, _trains, stage, kind, clip, joint, keys)
 
 
 def _clips_twice(clip: dict[str, float]) -> None:

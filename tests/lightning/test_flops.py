@@ -211,7 +211,7 @@ class Layer(nn.Module):
         return x @ self.weight
 
 
-@pytest.mark.parametrize("how", ["module", "wrapped", "function"])
+@pytest.mark.parametrize("how", ["module", "wrapped", "function", "fullgraph"])
 def test_compiled_models_are_left_alone(how: str) -> None:
     runs: list[str] = []
 
@@ -219,12 +219,18 @@ def test_compiled_models_are_left_alone(how: str) -> None:
         return lambda *args: runs.append("compiled") or graph.forward(*args)
 
     model = nn.Sequential(Layer())
-    square = torch.compile(lambda x: x @ x.T, backend=backend) if how == "function" else lambda x: x
+
+    def square(x: Tensor) -> Tensor:
+        return x @ x.T if how in ("function", "fullgraph") else x
+
+    called: Callable[[Tensor], Tensor] = square
+    if how in ("function", "fullgraph"):
+        called = torch.compile(square, backend=backend, fullgraph=how == "fullgraph")
     if how == "module":
         model[0].compile(backend=backend)
     elif how == "wrapped":
         model[0] = torch.compile(model[0], backend=backend)  # type: ignore[assignment]
-    found = count(model, lambda: square(model(torch.randn(B, 4))).sum(), 3)
+    found = count(model, lambda: called(model(torch.randn(B, 4))).sum(), 3)
     assert (found.flops_per_micro_batch, found.counted) == (None, None)
     assert found.problem is not None
     assert "torch.compile" in found.problem

@@ -57,6 +57,8 @@ OPTIONS: list[tuple[int, dict[str, Any], dict[str, Any], str, float]] = [
     (3, {}, {}, "bf16-mixed", 2e-2),
     (3, {"mics_shard_size": 1}, {}, "32-true", 1e-5),
     (0, {}, {"prescale_gradients": True}, "32-true", 1e-5),
+    (1, {}, {"compile": {"backend": "aot_eager"}}, "64-true", 1e-5),
+    (3, {}, {"compile": {"backend": "aot_eager"}}, "32-true", 1e-5),
 ]
 
 

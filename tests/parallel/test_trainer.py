@@ -11,16 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 import lt_zero
+from lt_zero.common.compat import is_compiled
 from tests.support.lightning_tools import FULL, quick, sharded_trainer, single_trainer, trust
 from tests.support.matrix import only
 from tests.support.parallel_module import BATCH, Module
 from tests.support.pool import Pool
 
 
-def trainer_of(stage: int, tensor: int, steps: int) -> pl.Trainer:
-    config = {"tensor_parallel": {"autotp_size": tensor}, "train_batch_size": BATCH}
+def trainer_of(stage: int, tensor: int, steps: int, **keys: Any) -> pl.Trainer:
+    config = {"tensor_parallel": {"autotp_size": tensor}, "train_batch_size": BATCH, **keys}
     if dist.get_world_size() == tensor == 1:
         return single_trainer(max_steps=steps, use_distributed_sampler=False)
     return sharded_trainer(stage, config=config, max_steps=steps)
@@ -52,6 +54,21 @@ def test_a_run_is_that_of_one_process_and_goes_on_without_tensor_ranks(pool: Poo
     assert losses == pytest.approx(want[3:], rel=1e-5)
     lt_zero.export(second, tmp_path / "weights.pt", dtype=torch.float32)
     torch.testing.assert_close(torch.load(tmp_path / "weights.pt"), weights, rtol=1e-4, atol=1e-5)
+
+
+def _compiled(stage: int) -> list[float]:
+    torch.compiler.reset()
+    module = Module(data=1)
+    trainer_of(stage, 2, 3, compile={"backend": "aot_eager"}).fit(module)
+    assert all(map(is_compiled, module.blocks))
+    assert counters["stats"]["unique_graphs"] > 0
+    return module.losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_configuration_compiles_blocks_with_layers_over_ranks(pool: Pool, stage: int) -> None:
+    assert pool.run(2, _compiled, stage)[0] == pytest.approx(expected(3)[0], rel=1e-5)
 
 
 def _decisions() -> tuple[bool, bool, bool]:

@@ -193,6 +193,7 @@ _HOST: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 _FILES: dict[str, Any] = {"offload_optimizer": {"device": "nvme", "nvme_path": "{folder}"}}
 _RECOMPUTED: dict[str, Any] = {"activation_checkpointing": {"mode": "full"}}
 _GROUPS = {"mics_shard_size": 2}
+_COMPILED: dict[str, Any] = {"compile": {"backend": "aot_eager"}}
 CLOSE = 1e-5
 
 CLAIMS = [
@@ -288,6 +289,11 @@ CLAIMS = [
         "activations kept, or recomputed",
         _all(Run(3), Run(3, keys=_RECOMPUTED)),
         "the same operations on the same values",
+    ),
+    Claim(
+        "blocks compiled by torch with the backend `aot_eager`, or not compiled",
+        _all(Run(3), Run(3, keys=_COMPILED), Run(2, keys=_COMPILED)),
+        "the same operations on the same values; `inductor` joins operations, which rounds otherwise",
     ),
     Claim(
         "a resume, and the run that was not interrupted",

@@ -702,9 +702,9 @@ def backward_id() -> int:
 
 
 def compiled_frames() -> int:
-    """The number of frames that torch.compile has seen in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return sum(dynamo.counters["frames"].values()) if dynamo is not None else 0
+    """The number of times that torch.compile has compiled a function in this process since its last reset."""
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    return sum(dynamo.FRAME_COMPILE_COUNTER.values()) if dynamo is not None else 0
 
 
 def has_compiled_nodes(loss: torch.Tensor) -> bool:
