@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-3d test test-slow golden conformance faults lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
+.PHONY: help demo demo-3d test test-slow golden conformance faults same-as lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
 	bench-parallel bench-sequence bench-nodes bench-scale bench-experts gpu compat compat-peers compat-programs docs release clean
 
 help: ## Show the targets
@@ -40,6 +40,13 @@ SEED ?= 1
 faults: $(STAMP) ## Give faults to real runs, and write a table to build/faults.md (40 minutes on an idle machine)
 	@mkdir -p build
 	$(BIN)/python -m tests.faults --seed $(SEED) --out build/faults.md
+
+# After a change that must not move a bit: make same-as BASE=main; some runs only: RUNS="'stage 3' pipeline".
+BASE ?= HEAD
+RUNS ?=
+
+same-as: $(STAMP) ## Compare the bits of 27 short runs, and of resumes, with those of the commit BASE (10 minutes)
+	$(BIN)/python -m tests.support.same_as $(BASE) $(RUNS)
 
 lint: $(STAMP) ## Check style, format and types
 	$(BIN)/ruff check .
