@@ -33,7 +33,7 @@ class Row:
             self._add(0, -10)
         self.state = State.RESIDENT
 
-    def release(self) -> None:
+    def release(self, searched: bool = False) -> None:
         if self.state is not State.RELEASED:
             self._add(-10, -10 if self.state is State.GATHERING else 0)
         self.state = State.RELEASED
