@@ -196,9 +196,8 @@ class Engine(ProcessLocal):
         self._digests: list[Tensor] = []  # their digests then; empty: steps were incomplete
 
     def _hook_model(self) -> list[Any]:
-        """Hook the model, its units, and parameters outside of these; returns the handles."""
-        # If code calls parts of the model instead of it, nothing that begins a backward comes before their gradients.
-        self._armed = self._outside_of_units()
+        """Hook the model, its units, and parameters before whose gradients nothing else may begin a backward."""
+        self._armed = self._unannounced()
         handles = hook_parameters(self._armed, self._arm)
         for unit in self.units:
             before, after = partial(self.pre_forward, unit), partial(self.post_forward, unit)
@@ -206,10 +205,17 @@ class Engine(ProcessLocal):
             handles += hook_forward(unit.module, before, after, None if unit.sharded else self._preparation)
         return handles + self._hook_scope(self.root)
 
-    def _outside_of_units(self) -> set[Parameter]:
+    def _unannounced(self) -> set[Parameter]:
+        """The parameters whose gradients may be the first of a backward, with no hooked output of a module before them.
+
+        Code may call parts outside of units by themselves; and a module with children, whose output cannot be hooked
+        where it hides in an object, uses parameters of its own.
+        """
         inside = {module for unit in self.units for module in unit.module.modules()}
-        others = (module for module in self.root.modules() if module not in inside)
-        return {p for module in others for p in module.parameters(recurse=False) if id(p) in self.owner}
+        found = (
+            module for module in self.root.modules() if module not in inside or any(True for _ in module.children())
+        )
+        return {p for module in found for p in module.parameters(recurse=False) if id(p) in self.owner}
 
     def _prepare_graphs(self) -> None:
         """Do before a forward what the hooks that graphs leave out would do. See Note [Compiled code]."""

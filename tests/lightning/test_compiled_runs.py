@@ -81,7 +81,6 @@ class Hooks(Callback):
 
 def _forget_graphs() -> None:
     warnings.filterwarnings("ignore")
-    os.environ.update(torchrun_env())
     torch._dynamo.reset()
     counters.clear()
 
@@ -92,6 +91,7 @@ def _graphs() -> tuple[int, int]:
 
 
 def _ddp(**options: Any) -> pl.Trainer:
+    os.environ.update(torchrun_env())
     return pl.Trainer(**{**QUIET, "strategy": DDPStrategy(), "devices": dist.get_world_size(), **options})
 
 
