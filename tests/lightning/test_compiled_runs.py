@@ -122,8 +122,10 @@ def _run(stage: int | None, way: str, options: dict[str, Any], **settings: Any) 
         module = Module(way, options, **net)
     trainer.fit(module)
     found = _weights(trainer, module)
+    # The next run hooks the model anew, and torch compiles what has these hooks inside of it again.
+    graphs = _graphs()
     metrics = [*trainer.validate(module, verbose=False), *trainer.test(module, verbose=False)]
-    return found, (metrics, *_graphs(), hooks.calls)
+    return found, (metrics, *graphs, hooks.calls)
 
 
 def _beside_ddp(stages: list[int], way: str, options: dict[str, Any], settings: dict[str, Any]) -> None:
