@@ -86,6 +86,8 @@ class _Upload(AbstractContextManager["_Upload"]):
             file = _File(self._fs, url, expected)
             self._files.append(file)
             if not file.is_held_back:
+                if not file.is_buffered:
+                    self._state = _INCOMPLETE  # what was there is gone since the file was opened
                 self._remove_earlier(keep=[url])
                 self._earlier = []
 
@@ -152,6 +154,7 @@ class _File:
         self._stream: Any = fs.open(url, "wb", block_size=expected // _PARTS if expected > _MANY else None)
         commit = getattr(type(self._stream), "commit", AbstractBufferedFile.commit)
         self.is_held_back = commit is not AbstractBufferedFile.commit  # until ``commit``
+        self.is_buffered = isinstance(self._stream, AbstractBufferedFile)
 
     def write(self, data: bytes) -> None:
         self._stream.write(data)
@@ -179,17 +182,16 @@ class _File:
 
     def discard(self) -> None:
         """Drop the file after an error, which is the one to report."""
-        is_buffered = isinstance(self._stream, AbstractBufferedFile)
         with contextlib.suppress(Exception):
             if not self._is_committed and hasattr(self._stream, "discard"):
                 self._stream.discard()
-        if is_buffered:
+        if self.is_buffered:
             # When it is collected, fsspec closes a file, which would complete its upload.
             self._stream.closed = True
         elif not self._is_closed:
             with contextlib.suppress(Exception):
                 self._stream.close()
-        is_visible = self._is_committed or not self.is_held_back and (self._is_closed or not is_buffered)
+        is_visible = self._is_committed or not self.is_held_back and (self._is_closed or not self.is_buffered)
         if is_visible:
             with contextlib.suppress(Exception):
                 self._fs.rm_file(self.url)

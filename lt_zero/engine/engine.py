@@ -70,7 +70,6 @@ from torch.nn import Parameter
 
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common.compat import (
-    compiled_frames,
     in_running_backward,
     queue_backward_callback,
     refuse_reentrant_checkpoint,
@@ -186,7 +185,7 @@ class Engine(ProcessLocal):
         # Called before weights and states leave the engine, on all ranks.
         self.before_reading: list[Callable[[], object]] = []
         self._saved_weights = SavedWeights(units, self._need_saved)
-        self._preparation = Preparation(self._prepare_graphs)
+        self._preparation = Preparation(self.finish_steps)
         world.interruptible.add(self)
         self.handles: list[Any] = []  # of what others have installed for it
         self._forwards = self._hook_model()  # handles of its own hooks, by which it runs the model
@@ -196,38 +195,16 @@ class Engine(ProcessLocal):
         self._digests: list[Tensor] = []  # their digests then; empty: steps were incomplete
 
     def _hook_model(self) -> list[Any]:
-        """Hook the model, its units, and parameters before whose gradients nothing else may begin a backward."""
-        self._armed = self._unannounced()
-        handles = hook_parameters(self._armed, self._arm)
+        """Hook the model, its units, and its parameters; returns the handles."""
+        # Code may call any layer by itself, or use a weight (inside of ``gathered`` where it is sharded), and graphs of
+        # torch.compile leave out hooks of modules. Then nothing that begins a backward comes before these gradients.
+        parameters = dict.fromkeys(parameter for bucket in self.buckets for parameter in bucket.params)
+        handles = hook_parameters(parameters, self._arm)
         for unit in self.units:
             before, after = partial(self.pre_forward, unit), partial(self.post_forward, unit)
             # See Note [Compiled code].
             handles += hook_forward(unit.module, before, after, None if unit.sharded else self._preparation)
         return handles + self._hook_scope(self.root)
-
-    def _unannounced(self) -> set[Parameter]:
-        """The parameters whose gradients may be the first of a backward, with no hooked output of a module before them.
-
-        Code may call parts outside of units by themselves; and a module with children, whose output cannot be hooked
-        where it hides in an object, uses parameters of its own.
-        """
-        inside = {module for unit in self.units for module in unit.module.modules()}
-        found = (
-            module for module in self.root.modules() if module not in inside or any(True for _ in module.children())
-        )
-        return {p for module in found for p in module.parameters(recurse=False) if id(p) in self.owner}
-
-    def _prepare_graphs(self) -> None:
-        """Do before a forward what the hooks that graphs leave out would do. See Note [Compiled code]."""
-        self.finish_steps()
-        self._arm_whole()
-
-    def _arm_whole(self) -> None:
-        """Let the gradient of any parameter that is whole on every rank begin a backward."""
-        if self._forwards:
-            whole = {p for bucket in self.buckets if not bucket.sharding.params for p in bucket.params}
-            self._forwards += hook_parameters(whole - self._armed, self._arm)
-            self._armed |= whole
 
     def _hook_scope(self, module: nn.Module) -> list[Any]:
         return hook_forward(
@@ -401,9 +378,6 @@ class Engine(ProcessLocal):
                 self.buffers.before_forward(self.reducer.sync)
             self.gatherer.begin_order(entry)
             self._preparation.make()
-            if compiled_frames():
-                # A graph from before the model was set up knows nothing of hooks.
-                self._arm_whole()
             self.gatherer.gather(self.root_unit)
             for bucket in self.root_unit.sharded:
                 bucket.edits.begin_forward()

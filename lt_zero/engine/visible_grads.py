@@ -45,7 +45,9 @@ from lt_zero.offload.store import Store
 def is_view(bucket: Bucket) -> bool:
     """True if ``p.grad`` is, or may be, a view of the accumulator."""
     local = bucket.grads.local
-    if local is None and (bucket.offloaded or bucket.grads.lacks_factor or bucket.grads.partial):
+    # Where replicas are summed once a step, a view kept over a micro-batch would show one replica's part of the sum.
+    apart = bucket.grads.partial or (bucket.is_cut and bucket.group.sums_replicas_apart)
+    if local is None and (bucket.offloaded or bucket.grads.lacks_factor or apart):
         return False
     dtype = local.dtype if local is not None else bucket.grads.values.dtype
     return is_whole(bucket) and dtype == bucket.dtype

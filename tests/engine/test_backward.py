@@ -110,6 +110,46 @@ def test_parts_are_called_by_themselves(pool: Pool, stage: int, threshold: int) 
     pool.run(2, _parts, stage, threshold)
 
 
+def _layers(stage: int, order: str) -> None:
+    """Layers inside of units are used by themselves, in backwards of their own beside those of the model."""
+    torch.manual_seed(0)
+    net = Net()
+    plain = copy.deepcopy(net)
+    engine = lt_zero.shard(net, config_of(stage))
+    mine, theirs = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (net, plain))
+    lt_zero.ShardedOptimizer(engine, mine)
+    ranks = range(dist.get_world_size())
+    for step in range(2):
+        for micro, part in enumerate(order):
+            with lt_zero.gathered(list(net.parameters())) if part != "m" else nullcontext():
+                loss = _use(net, part, step, micro, dist.get_rank())
+            loss.backward()
+            for rank in ranks:
+                (_use(plain, part, step, micro, rank) / len(ranks)).backward()
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in full_values(engine).items():
+        torch.testing.assert_close(value, dict(plain.named_parameters())[name].detach(), msg=name)
+
+
+def _use(model: Net, part: str, step: int, micro: int, rank: int) -> Tensor:
+    if part == "m":
+        return next_token_loss(model, step, micro, rank)
+    block: Any = model.blocks[1]
+    rows = tokens(step, micro, rank).float().mean() / VOCAB + torch.arange(WIDTH) / WIDTH
+    made: Tensor = block.up(rows) if part == "l" else block.norm.weight * rows
+    return made.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("stage", "order"),
+    only_rows([(0, "mw"), (1, "ll"), (3, "ml")], itertools.product(STAGES, ["mw", "wm", "ll", "mlw", "ml"])),
+)
+def test_layers_of_units_are_used_by_themselves(pool: Pool, stage: int, order: str) -> None:
+    pool.run(2, _layers, stage, order)
+
+
 def _penalty_loss(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
     x = tokens(step, micro, rank).float() / VOCAB
     x = torch.nn.functional.pad(x, (0, WIDTH - x.shape[1])).requires_grad_()

@@ -190,6 +190,31 @@ def test_a_part_is_refused_until_it_is_summed(pool: Pool) -> None:
     pool.run(4, _own_part, env=SOCKETS)
 
 
+def _kept() -> None:
+    """Code keeps ``p.grad`` of whole gradients over a micro-batch, and then reads and edits it."""
+    torch.manual_seed(0)
+    net = Net().double()
+    plain = copy.deepcopy(net)
+    engine = lt_zero.shard(net, config_of(2, {"mics_shard_size": 1}))
+    lt_zero.ShardedOptimizer(engine, torch.optim.SGD(net.parameters(), lr=0.1))
+    ranks = range(dist.get_world_size())
+    for micro in range(2):
+        with engine.no_sync() if micro else nullcontext():
+            next_token_loss(net, 0, micro, dist.get_rank()).backward()
+        if micro == 0:
+            kept: Any = net.scale.grad
+        for rank in ranks:
+            (next_token_loss(plain, 0, micro, rank) / len(ranks)).backward()
+    wanted: Any = plain.scale.grad
+    torch.testing.assert_close(kept.norm(), wanted.norm())
+    kept.add_(1.0)
+    torch.testing.assert_close(lt_zero.full_grad(net.scale), wanted + 1.0)
+
+
+def test_a_gradient_that_is_kept_over_a_micro_batch(pool: Pool) -> None:
+    pool.run(2, _kept, env=SOCKETS)
+
+
 # ---- dimensions, dtypes --------------------------------------------------------------------------------------------
 
 

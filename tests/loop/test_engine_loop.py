@@ -8,6 +8,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import lt_zero
 from lt_zero import CheckpointError, ConfigError
+from lt_zero.checkpoint.native import rank_state
 from lt_zero.checkpoint.open import open_source
 from lt_zero.config.load import ConfigWarning
 from tests.support.lightning_tools import quick
@@ -253,6 +255,41 @@ def test_a_client_state_that_differs_between_ranks_is_that_of_the_rank(pool: Poo
         for rank, found in enumerate(pool.run(ranks, _keeps, str(tmp_path), True)):
             own = rank if ranks == 2 else 0
             assert found == {"epoch": 1, "random": torch.tensor([own]), "place": {"batch": 3 + own}, "seed": 5}
+
+
+class _Unreadable(Exception):
+    """Can be pickled, and not unpickled, as exceptions with several arguments."""
+
+    def __init__(self, text: str, number: int) -> None:
+        super().__init__(text)
+
+
+def _keeps_what_can_be_kept(folder: str) -> tuple[Any, list[str]]:
+    """The client state that a rank gets back, and what it was warned of."""
+    engine = _engine(3, "SGD")
+    rank = dist.get_rank()
+    unpicklable = {"on 0": 1 if rank else (lambda: 1), "on 1": (lambda: 1) if rank else 1}
+    state: dict[str, Any] = {**unpicklable, "error": _Unreadable(str(rank), 1), "empty": b"", "rank": b"x" * rank}
+    state["conjugate"] = torch.tensor([complex(1, rank)]).conj()
+    if rank == 1:
+        state["only on 1"] = 5
+    with mock.patch.object(rank_state.log, "warning") as told:
+        engine.save_checkpoint(folder, client_state=state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of values that are not read
+        found = engine.load_checkpoint(folder)[1]
+    return {key: found.get(key) for key in ("on 1", "empty", "rank", "conjugate")}, [
+        call.args[0] for call in told.call_args_list if "only on 1" in call.args[0]
+    ]
+
+
+def test_values_that_a_rank_cannot_send_do_not_fail_a_save(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(2, _keeps_what_can_be_kept, str(tmp_path))
+    for rank, (found, _) in enumerate((first, second)):
+        conjugate = torch.tensor([complex(1, -rank)])
+        assert found == {"on 1": 1, "empty": b"", "rank": b"x" * rank, "conjugate": conjugate}
+    assert len(first[1]) == 1
+    assert not second[1]
 
 
 def _with(folder: str, ranks: int, step: int, load: bool) -> Any:

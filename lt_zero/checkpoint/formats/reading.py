@@ -134,6 +134,14 @@ _METADATA = re.compile(  # of DCP
 
 
 @contextlib.contextmanager
+def empty_bytes() -> Iterator[None]:
+    """Context in which torch reads ``b""`` with ``weights_only=True``: pickle writes it as a call of ``bytes``."""
+    name = "builtins.bytes"
+    with _lock, torch.serialization.safe_globals([(_MADE[name], name)]):
+        yield
+
+
+@contextlib.contextmanager
 def opened(path: Path, start: int = 0, stop: int | None = None) -> Iterator[IO[bytes]]:
     """Context that yields a regular file, or its bytes ``start`` to ``stop`` as a file."""
     try:

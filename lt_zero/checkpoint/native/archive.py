@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.formats.reading import explained
+from lt_zero.checkpoint.formats.reading import empty_bytes, explained
 from lt_zero.checkpoint.native.chunks import Chunk, meeting
 from lt_zero.checkpoint.native.directory import (
     MANIFEST,
@@ -107,7 +107,8 @@ class Archive:
         data = io.BytesIO(self.bytes_of("meta.pt"))
         try:
             _refuse_compressed(data)
-            found: dict[str, Any] = torch.load(data, map_location="cpu", weights_only=True)
+            with empty_bytes():
+                found: dict[str, Any] = torch.load(data, map_location="cpu", weights_only=True)
             dense_tensors(found)
         except Exception as error:  # torch.load raises errors of many types
             raise explained(error, Path(self.path, "meta.pt")) from None

@@ -21,6 +21,7 @@ Note [Values of each rank]
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import logging
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lt_zero.comm.objects import packed
 from lt_zero.comm.world import World
 from lt_zero.common import plain_names
 from lt_zero.common.boxes import ParamSpec
@@ -45,6 +47,7 @@ from lt_zero.engine.lazy_tensor import Fragment, elements_of, whole
 from lt_zero.step.average import average_of
 
 RESIDUALS, RANK_BUFFERS = "gradient_compression", "rank_buffers"  # keys in a Lightning checkpoint
+_UNKNOWN = b""  # the digest of a value that cannot be pickled
 OF_RANKS = "of_ranks"  # key, in what a script has saved, of the values that differ between ranks
 
 log = logging.getLogger("lt_zero")
@@ -263,33 +266,46 @@ class _Compared(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor or value.layout != torch.strided or value.is_quantized or value.is_meta:
             return NotImplemented
-        dense = value.detach().cpu().contiguous()
+        dense = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
         return bytes, (dense.reshape(-1).view(torch.uint8).numpy().tobytes(),), (str(value.dtype), value.shape)
 
 
 def values_of_ranks(world: World, values: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Find the values that differ between ranks, by key, with those of each rank. Collective.
 
-    Values that cannot be pickled count as alike, and a rank without a value as one with rank 0's. See Note [Values of
-    each rank].
+    Values that cannot be pickled on some rank, or not unpickled, count as alike, and a rank without a value as one with
+    rank 0's. A warning names values that rank 0 does not have. See Note [Values of each rank].
     """
     if world.alone:
         return {}
     every = world.host_gather({key: _digest_of(value) for key, value in values.items()}, "what the script saves")
-    differ = [key for key in every[0] if len({found[key] for found in every if key in found}) > 1]
+    lacking = dict.fromkeys(key for found in every for key in found if key not in every[0])
+    if lacking and world.rank == 0:
+        log.warning(
+            f"Other ranks save {', '.join(map(repr, lacking))}, and rank 0 does not: it is not in the checkpoint. Save "
+            "it on all ranks."
+        )
+    digests = {key: {found[key] for found in every if key in found} for key in every[0]}
+    differ = [key for key, those in digests.items() if len(those) > 1 and _UNKNOWN not in those]
     if not differ:
         return {}
-    own = {key: values[key] for key in differ if key in values}
-    gathered = world.host_gather(own, "values of each rank")
-    return {key: [found.get(key, gathered[0][key]) for found in gathered] for key in differ}
+    gathered = world.host_gather({key: packed(values[key]) for key in differ if key in values}, "values of each rank")
+    made = dict[str, list[Any]]()
+    for key in differ:
+        # Some objects, such as many exceptions, can be pickled and not unpickled. All ranks have the same bytes.
+        with contextlib.suppress(Exception):
+            made[key] = [pickle.loads(found.get(key, gathered[0][key])) for found in gathered]
+    return made
 
 
 def _digest_of(value: Any) -> bytes:
+    """Bytes that are the same for the same values; ``_UNKNOWN`` for what cannot be pickled."""
     file = io.BytesIO()
     try:
         _Compared(file).dump(value)
+        packed(value)
     except Exception:  # of a class of the user's
-        return b""
+        return _UNKNOWN
     return hashlib.blake2b(file.getbuffer(), digest_size=16).digest()
 
 
