@@ -336,7 +336,7 @@ def _gan(stage: int, options: dict[str, Any], bare: bool) -> dict[str, Any]:
     trainer, module = sharded_trainer(stage, **GAN_RUN), Gan(dist.get_world_size(), options, bare)
     trainer.fit(module)
     assert _graphs()[0] > 0
-    assert _graphs()[1] == 0
+    assert stage == 3 or _graphs()[1] == 0, "at stage 3 a graph ends at each unit"
     return {name: value.numpy() for name, value in _weights(trainer, module).items()}
 
 
