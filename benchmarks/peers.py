@@ -99,6 +99,7 @@ class Job:
     pipeline: int = 1  # ranks that have its layers one after the other, and see the same data
     micro_batches: int = 4  # of a pipeline, with ``sequences`` each
     device: str = "cpu"  # "cuda" without tensor and pipeline ranks only
+    compiled: bool = False  # whether torch.compile compiles the blocks
 
     @property
     def data(self) -> int:
@@ -368,6 +369,8 @@ def sharded_on_mesh(job: Job, model: GPT, config: Any, policy: Any) -> tuple[nn.
 def setup(job: Job) -> Step:
     torch.manual_seed(0)
     model = GPT(job.depth, job.width).to(job.device)
+    for block in model.blocks if job.compiled else ():
+        block.compile()
     kind = job.peer.split("-")[0]
     if job.pipeline > 1 and kind in ("ddp", "fsdp2"):
         return setup_torch_pipeline(job, model, kind)

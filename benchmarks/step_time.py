@@ -7,6 +7,7 @@ within a round. While one peer computes, the others sleep in a read on a socket.
     python benchmarks/step_time.py --deepspeed-python /path/to/venv/bin/python
     python benchmarks/step_time.py --dtype bf16 --peers ddp,fsdp2,lt_zero-2
     python benchmarks/step_time.py --profile lt_zero-3
+    python benchmarks/step_time.py --compile --peers ddp,lt_zero-1,lt_zero-2,lt_zero-3  # torch.compile of the blocks
     python benchmarks/step_time.py --ranks 4 --tensor 2 --peers ddp,fsdp2,lt_zero-2,lt_zero-3  # tensor parallelism
     python benchmarks/step_time.py --ranks 4 --pipeline 2 --peers ddp,fsdp2,lt_zero-1  # 1F1B, beside torch's pipelining
 
@@ -132,7 +133,7 @@ class Peer:
         for rank in range(ranks):
             size = args.depth, args.width, store, args.sequences, args.length, args.tensor, args.pipeline
             size = *size, args.micro_batches
-            job = Job(self.name, rank, ranks, args.dtype == "bf16", *size)
+            job = Job(self.name, rank, ranks, args.dtype == "bf16", *size, compiled=args.compile)
             command = [python, str(Path(__file__).with_name("peers.py"))]
             log = folder / f"{self.name}.{rank}.log"
             self.workers.append(Worker(log, command, self.launch, environment(rank, ranks)))
@@ -254,6 +255,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     for name, default in {**numbers, "micro-batches": 4, "sequences": MICRO_BATCH, "length": CONTEXT}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--compile", action="store_true", help="compile the blocks of every peer")
     parser.add_argument("--peers", default="", help=f"comma-separated; default: {','.join(PEERS)}; there is also alone")
     parser.add_argument("--deepspeed-python", help="an interpreter that has deepspeed; default: this one if it has it")
     parser.add_argument("--profile", metavar="PEER", help="run this peer alone and print where rank 0 spends its time")
