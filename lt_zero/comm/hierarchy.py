@@ -23,7 +23,7 @@ from torch import Tensor
 from lt_zero.comm.collective_worker import CollectiveWorker
 from lt_zero.comm.send_sizes import GLOO, NODE_WINDOWS
 from lt_zero.comm.shared_memory import SharedArena
-from lt_zero.comm.transport import Gloo, Group, Groups, Mesh, Replicas, exchange, sum_in_rank_order
+from lt_zero.comm.transport import Gloo, Group, Groups, Mesh, Reduction, exchange, sum_in_rank_order
 from lt_zero.comm.work import CollectiveId, CollectiveMonitor, Work
 from lt_zero.ops.flat import store, wide
 
@@ -97,43 +97,33 @@ class Hierarchy(Gloo):
             sends = [(peer, row) for row in own for peer in peers]
             exchange(sends, ends, group)
 
-    def reduce_scatter(
-        self,
-        out: Tensor,
-        flat: Tensor,
-        scratch: Tensor,
-        add: bool,
-        factor: float,
-        launch: CollectiveId,
-        replicas: Replicas = Replicas.SENT,
-    ) -> Work:
+    def reduce_scatter(self, reduction: Reduction, launch: CollectiveId) -> Work:
         if not self._scatters:
-            return super().reduce_scatter(out, flat, scratch, add, factor, launch)
+            return super().reduce_scatter(reduction, launch)
 
         def run() -> None:
-            self._store(out, self._sum(flat, scratch, wide(out.dtype)), add, factor, replicas, _wait)
+            self._store(reduction, self._sum(reduction), _wait)
 
         return self._all([self._reducing.submit(run)], launch)
 
     def sum_replicas(self, out: Tensor, dtype: torch.dtype, launch: CollectiveId) -> Work:
         return self._all([self._reducing.submit(lambda: self._sum_result(out, _wait))], launch)
 
-    def all_reduce(
-        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
-    ) -> Work:
+    def all_reduce(self, reduction: Reduction, launch: CollectiveId) -> Work:
         if self._mesh.shards != self._mesh.world:
-            return super().all_reduce(out, flat, scratch, add, factor, launch)
+            return super().all_reduce(reduction, launch)
+        return self._all([self._reducing.submit(lambda: self._store_all(reduction, self._sum(reduction)))], launch)
 
-        def run() -> None:
-            self._own(flat).copy_(self._sum(flat, scratch, wide(out.dtype)).mul_(factor))
-            self._gather(flat, self._sums, self._staging[1])
-            store(out, flat, add, 1.0)
+    def _store_all(self, reduction: Reduction, total: Tensor) -> None:
+        """Gather the sums of all shards, of which ``total`` is this rank's, and store them."""
+        self._own(reduction.flat).copy_(total.mul_(reduction.factor))
+        self._gather(reduction.flat, self._sums, self._staging[1])
+        store(reduction.out, reduction.flat, reduction.add, 1.0)
 
-        return self._all([self._reducing.submit(run)], launch)
-
-    def _sum(self, flat: Tensor, scratch: Tensor, dtype: torch.dtype) -> Tensor:
-        """The sum of this rank's shards of ``flat`` (1D ``dtype``), dimension by dimension from the innermost."""
-        rows, received = flat.view(self._mesh.shards, -1), scratch
+    def _sum(self, reduction: Reduction) -> Tensor:
+        """The sum of this rank's shards (1D, as wide as sums are), dimension by dimension from the innermost."""
+        flat, dtype = reduction.flat, wide(reduction.out.dtype)
+        rows, received = flat.view(self._mesh.shards, -1), reduction.scratch
         for number, (size, group) in enumerate(zip(self._sizes, self._sums, strict=True)):
             arena, width = self._sends, rows.shape[1]
             if number == 0 and arena is not None and arena.has(flat):

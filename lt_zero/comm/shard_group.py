@@ -34,6 +34,7 @@ from lt_zero.comm.transport import (
     Gloo,
     Groups,
     Mesh,
+    Reduction,
     Replicas,
     SendBuffer,
     SendBuffers,
@@ -490,8 +491,8 @@ class ShardGroup(Ranks):
             return WorkList([], lambda: store(out, flat, add, after))
         opened = self.log.open("reduce_scatter", name, flat.nbytes)
         launch = self.order.launch_reduction("reduce-scatter", name, flat.numel())
-        given = out, flat, send.scratch, add, after, launch, replicas
-        return self.log.follow(opened, self._sums.reduce_scatter(*given))
+        reduction = Reduction(out, flat, send.scratch, add, after, replicas)
+        return self.log.follow(opened, self._sums.reduce_scatter(reduction, launch))
 
     def sum_replicas(self, out: Tensor, dtype: torch.dtype, name: str) -> Work:
         """Sum ``out`` (1D, a shard) over the replicas, in place, after reductions that summed ``NOTHING`` over them.
@@ -511,7 +512,8 @@ class ShardGroup(Ranks):
             return WorkList([], lambda: store(out, flat, add, after))
         opened = self.log.open("all_reduce", name, flat.nbytes)
         launch = self.order.launch_reduction("all-reduce", name, flat.numel())
-        return self.log.follow(opened, self._sums.all_reduce(out, flat, send.scratch, add, after, launch))
+        reduction = Reduction(out, flat, send.scratch, add, after)
+        return self.log.follow(opened, self._sums.all_reduce(reduction, launch))
 
     def reduce_compressed(self, out: Tensor, flat: Tensor, residuals: Residuals, add: bool, name: str) -> Work:
         """``all_reduce``, or without ``residuals.server`` ``reduce_scatter``, of compressed gradients."""

@@ -43,11 +43,11 @@ from lt_zero.comm.collective_worker import Procedure
 from lt_zero.comm.hierarchy import Hierarchy
 from lt_zero.comm.point_to_point import MEASURED, link_seconds, send_all
 from lt_zero.comm.topology import whole_nodes
-from lt_zero.comm.transport import Group, Mesh, Replicas
+from lt_zero.comm.transport import Group, Mesh, Reduction
 from lt_zero.comm.work import CollectiveId, Work
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.worker import Worker
-from lt_zero.ops.flat import store, wide
+from lt_zero.ops.flat import wide
 
 KEY = "communication.slow_node_tolerance"
 FOR_EVER = timedelta(days=3650)  # members are not late for torch: hang detection finds those that never come
@@ -521,33 +521,17 @@ class TolerantHierarchy(Hierarchy):
         super().__init__(*args, **kwargs)
         self._tolerant = tolerant
 
-    def reduce_scatter(
-        self,
-        out: Tensor,
-        flat: Tensor,
-        scratch: Tensor,
-        add: bool,
-        factor: float,
-        launch: CollectiveId,
-        replicas: Replicas = Replicas.SENT,
-    ) -> Work:
+    def reduce_scatter(self, reduction: Reduction, launch: CollectiveId) -> Work:
+        return self._all([self._reducing.submit(lambda: reduction.store(self._mean(reduction, launch)))], launch)
+
+    def all_reduce(self, reduction: Reduction, launch: CollectiveId) -> Work:
         def run() -> None:
-            store(out, self._mean(flat, scratch, out, launch), add, factor)
+            self._store_all(reduction, self._mean(reduction, launch))
 
         return self._all([self._reducing.submit(run)], launch)
 
-    def all_reduce(
-        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
-    ) -> Work:
-        def run() -> None:
-            self._own(flat).copy_(self._mean(flat, scratch, out, launch).mul_(factor))
-            self._gather(flat, self._sums, self._staging[1])
-            store(out, flat, add, 1.0)
-
-        return self._all([self._reducing.submit(run)], launch)
-
-    def _mean(self, flat: Tensor, scratch: Tensor, out: Tensor, launch: CollectiveId) -> Tensor:
-        total = self._sum(flat, scratch, wide(out.dtype)).to(wide(out.dtype))
+    def _mean(self, reduction: Reduction, launch: CollectiveId) -> Tensor:
+        total = self._sum(reduction).to(wide(reduction.out.dtype))
         self._tolerant.sum(launch.name, total)
         return total
 

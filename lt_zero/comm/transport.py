@@ -90,6 +90,31 @@ class Replicas(Enum):
     NOTHING = auto()  # the result is that of this rank's row
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """A sum of gradients over ranks. Tensors are 1D.
+
+    Attributes:
+        out: where ``factor`` times the sum is written or, with ``add``, added.
+        flat: this rank's gradients; undefined once the sum is there.
+        scratch: memory for those of others, with as many elements.
+        add: whether the sum is added.
+        factor: of the sum.
+        replicas: what is summed over them by a reduce-scatter; other than ``SENT`` if the transport ``sums_apart``.
+    """
+
+    out: Tensor
+    flat: Tensor
+    scratch: Tensor
+    add: bool
+    factor: float
+    replicas: Replicas = Replicas.SENT
+
+    def store(self, total: Tensor) -> None:
+        """Write or add the result; ``total`` is the sum."""
+        store(self.out, total, self.add, self.factor)
+
+
 class Transport:
     """The collectives of a device's backend, such as NCCL. Methods start them; tensors are 1D."""
 
@@ -130,37 +155,26 @@ class Transport:
         """Fill ``flat`` from the shards of a row (``group``: another one over it), which are in place already."""
         return WorkList([self._all_gather(flat, self._own(flat), group=group or self._groups.gathers, async_op=True)])
 
-    def reduce_scatter(
-        self,
-        out: Tensor,
-        flat: Tensor,
-        scratch: Tensor,
-        add: bool,
-        factor: float,
-        launch: CollectiveId,
-        replicas: Replicas = Replicas.SENT,
-    ) -> Work:
-        """Write ``factor`` times the sum of the ranks' shards of ``flat`` to ``out``, or add it.
-
-        ``replicas``: other than ``SENT`` if it ``sums_apart``.
-        """
-        mine, groups = self._own(flat), self._groups
+    def reduce_scatter(self, reduction: Reduction, launch: CollectiveId) -> Work:
+        """Sum the ranks' shards; ``reduction.out`` is that of this rank."""
+        flat, groups = reduction.flat, self._groups
+        mine = self._own(flat)
         if not self._scatters:
             work = dist.all_reduce(flat, group=groups.everyone, async_op=True)
-            return WorkList([work], lambda: store(out, mine, add, factor))
+            return WorkList([work], lambda: reduction.store(mine))
         # In place: the output is this rank's shard of the input.
         work = self._reduce_scatter(mine, flat, group=groups.reductions, async_op=True)
-        if groups.across is None or replicas is Replicas.NOTHING:
-            return WorkList([work], lambda: store(out, mine, add, factor))
+        if groups.across is None or reduction.replicas is Replicas.NOTHING:
+            return WorkList([work], lambda: reduction.store(mine))
         # The sum over replicas needs the result of the first. Waiting on a stream of its own orders the two without
         # stopping the computation, as a wait on the current stream would.
         with accelerator.use(self._side):
             work.wait()
-            if replicas is Replicas.SENT:
+            if reduction.replicas is Replicas.SENT:
                 work = dist.all_reduce(mine, group=groups.across, async_op=True)
-                return WorkList([work], lambda: store(out, mine, add, factor))
-            store(out, mine, add, factor)
-            return self._sum_replicas(out, mine)
+                return WorkList([work], lambda: reduction.store(mine))
+            reduction.store(mine)
+            return self._sum_replicas(reduction.out, mine)
 
     def sum_replicas(self, out: Tensor, dtype: torch.dtype, launch: CollectiveId) -> Work:
         """Sum ``out``, a shard, over the replicas, sent in ``dtype``."""
@@ -174,12 +188,10 @@ class Transport:
         work = dist.all_reduce(sent, group=self._groups.across, async_op=True)
         return WorkList([work], lambda: store(out, sent, False, 1.0))
 
-    def all_reduce(
-        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
-    ) -> Work:
-        """Write ``factor`` times the sum of the ranks' ``flat`` to ``out``, or add it."""
-        work = dist.all_reduce(flat, group=self._groups.everyone, async_op=True)
-        return WorkList([work], lambda: store(out, flat, add, factor))
+    def all_reduce(self, reduction: Reduction, launch: CollectiveId) -> Work:
+        """Sum the ranks' gradients; ``reduction.out`` gets all of them."""
+        work = dist.all_reduce(reduction.flat, group=self._groups.everyone, async_op=True)
+        return WorkList([work], lambda: reduction.store(reduction.flat))
 
 
 class Gloo(Transport):
@@ -196,21 +208,13 @@ class Gloo(Transport):
     def _all(self, works: list[Any], launch: CollectiveId | None, finish: Any = None) -> WorkList:
         return WorkList(works, finish, self._watch, launch)
 
-    def _store(
-        self,
-        out: Tensor,
-        total: Tensor,
-        add: bool,
-        factor: float,
-        replicas: Replicas,
-        wait: Callable[[Any], object],
-    ) -> None:
-        """Store ``total``, the sum of this rank's row, after or before a sum over ``replicas``."""
-        if replicas is Replicas.SENT and self._groups.across is not None:
+    def _store(self, reduction: Reduction, total: Tensor, wait: Callable[[Any], object]) -> None:
+        """Store ``total``, the sum of this rank's row, after or before a sum over replicas."""
+        if reduction.replicas is Replicas.SENT and self._groups.across is not None:
             wait(dist.all_reduce(total, group=self._groups.across, async_op=True))
-        store(out, total, add, factor)
-        if replicas is Replicas.RESULT:
-            self._sum_result(out, wait)
+        reduction.store(total)
+        if reduction.replicas is Replicas.RESULT:
+            self._sum_result(reduction.out, wait)
 
     def _sum_result(self, out: Tensor, wait: Callable[[Any], object]) -> None:
         """Sum ``out`` over the replicas; it is rounded once."""
@@ -230,41 +234,32 @@ class Gloo(Transport):
         shards = zip(flat.chunk(len(ranks)), ranks, strict=True)
         return self._all([dist.broadcast(s, peer, group, async_op=True) for s, peer in shards], launch)
 
-    def reduce_scatter(
-        self,
-        out: Tensor,
-        flat: Tensor,
-        scratch: Tensor,
-        add: bool,
-        factor: float,
-        launch: CollectiveId,
-        replicas: Replicas = Replicas.SENT,
-    ) -> Work:
+    def reduce_scatter(self, reduction: Reduction, launch: CollectiveId) -> Work:
+        flat, scratch = reduction.flat, reduction.scratch
         if not self._scatters:
             summed = self._own(flat)
             work = dist.all_reduce(flat, group=self._groups.everyone, async_op=True)
-            return self._all([work], launch, lambda: store(out, summed, add, factor))
+            return self._all([work], launch, lambda: reduction.store(summed))
         work = dist.all_to_all_single(scratch, flat, group=self._groups.reductions, async_op=True)
         parts = scratch.chunk(self._mesh.shards)
         wait = partial(self._watch.wait, launch=launch)
 
         def finish() -> None:
-            self._store(out, sum_in_rank_order(parts, out.dtype), add, factor, replicas, wait)
+            self._store(reduction, sum_in_rank_order(parts, reduction.out.dtype), wait)
 
         return self._all([work], launch, finish)
 
-    def all_reduce(
-        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
-    ) -> Work:
+    def all_reduce(self, reduction: Reduction, launch: CollectiveId) -> Work:
         world, rank = self._mesh.world, self._mesh.rank
+        flat, scratch = reduction.flat, reduction.scratch
         work = dist.all_to_all_single(scratch, flat, group=self._groups.everyone, async_op=True)
 
         def finish() -> None:
             # One rank sums each part and sends the result, so all ranks get the same bits.
-            total = sum_in_rank_order(scratch.chunk(world), out.dtype).mul_(factor)
+            total = sum_in_rank_order(scratch.chunk(world), reduction.out.dtype).mul_(reduction.factor)
             flat.chunk(world)[rank].copy_(total)
             Gloo.all_gather(self, flat, None, launch, self._groups.everyone).wait()
-            store(out, flat, add, 1.0)
+            store(reduction.out, flat, reduction.add, 1.0)
 
         return self._all([work], launch, finish)
 
@@ -309,40 +304,32 @@ class SharedMemoryTransport(Gloo):
         self._arena.gather(own, flat, self._row)
         return Done()
 
-    def reduce_scatter(
-        self,
-        out: Tensor,
-        flat: Tensor,
-        scratch: Tensor,
-        add: bool,
-        factor: float,
-        launch: CollectiveId,
-        replicas: Replicas = Replicas.SENT,
-    ) -> Work:
+    def reduce_scatter(self, reduction: Reduction, launch: CollectiveId) -> Work:
+        flat = reduction.flat
         if not self._arena.has(flat):
-            return super().reduce_scatter(out, flat, scratch, add, factor, launch, replicas)
+            return super().reduce_scatter(reduction, launch)
         entered, mesh = Barrier(self._arena, REDUCTIONS), self._mesh
         first = mesh.shard_rank * (flat.numel() // mesh.shards)
-        return self._all([entered], launch, lambda: self._arena.sum(flat, first, out, add, factor))
+        given = reduction.out, reduction.add, reduction.factor
+        return self._all([entered], launch, lambda: self._arena.sum(flat, first, *given))
 
-    def all_reduce(
-        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: CollectiveId
-    ) -> Work:
+    def all_reduce(self, reduction: Reduction, launch: CollectiveId) -> Work:
+        flat = reduction.flat
         if not self._arena.has(flat):
-            return super().all_reduce(out, flat, scratch, add, factor, launch)
+            return super().all_reduce(reduction, launch)
         world, rank = self._mesh.world, self._mesh.rank
 
         def finish() -> None:
             if world <= _ALL_SUM_ALL:
-                self._arena.sum(flat, 0, out, add, factor)
+                self._arena.sum(flat, 0, reduction.out, reduction.add, reduction.factor)
                 return
             # Each rank sums one part and writes the sum over its own copy of that part. No peer reads that copy before
             # the barrier, as each reads only the part that it sums itself.
             part = flat.numel() // world
-            self._arena.sum(flat, rank * part, flat.narrow(0, rank * part, part), False, factor)
+            self._arena.sum(flat, rank * part, flat.narrow(0, rank * part, part), False, reduction.factor)
             self._watch.wait(Barrier(self._arena, REDUCTIONS), launch)
             self._arena.gather(flat, flat, self._ranks)
-            store(out, flat, add, 1.0)
+            store(reduction.out, flat, reduction.add, 1.0)
 
         return self._all([Barrier(self._arena, REDUCTIONS)], launch, finish)
 

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 import lt_zero
 from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.transport import Groups, Mesh, Replicas, Transport
+from lt_zero.comm.transport import Groups, Mesh, Reduction, Replicas, Transport
 from lt_zero.comm.work import CollectiveId
 from lt_zero.common import accelerator
 from lt_zero.engine.engine import Engine
@@ -252,7 +252,8 @@ def _device_sums(accumulator: torch.dtype, wire: torch.dtype) -> float:
         for number in range(3):
             flat = every[number, rank].to(wire, copy=True)
             replicas = Replicas.RESULT if number == 2 else Replicas.NOTHING
-            transport.reduce_scatter(out, flat, flat, number > 0, 1.0 / world, launch, replicas).wait()
+            reduction = Reduction(out, flat, flat, number > 0, 1.0 / world, replicas)
+            transport.reduce_scatter(reduction, launch).wait()
     want = every.sum((0, 1)).chunk(2)[rank % 2] / world
     worst = (out.double() - want).abs().max()
 
