@@ -170,9 +170,6 @@ def _is_command() -> bool:
     return program in ("lt-zero", "lt-zero.exe") or ("-m", f"{__name__}.cli") in itertools.pairwise(sys.orig_argv)
 
 
-# Packages that the program has imported itself: Lightning imports torchmetrics, which imports them, too.
-_IMPORTED_BEFORE = frozenset({"accelerate", "transformers"}.intersection(sys.modules))
-
 if not _is_command():
     importlib.import_module("lt_zero.lightning.names").register_strategies()
     importlib.import_module("lt_zero.common.compat").open_first(_open_directory)

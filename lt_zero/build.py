@@ -68,7 +68,6 @@ from lt_zero.offload.host_store import is_apart
 from lt_zero.ops.library import missing
 from lt_zero.ops.rounding import NEAREST, RoundStochastic, WeightRounding
 from lt_zero.planning.check import check_build
-from lt_zero.planning.step_time import MANY, cost_of_shards
 from lt_zero.tiles.huggingface import install as install_tiles
 
 log = logging.getLogger("lt_zero")
@@ -201,8 +200,15 @@ def _shard(
 
 def _tell_cost(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, group: ShardGroup) -> None:
     """Log what many shards cost a step on a cluster of GPUs."""
-    if group.mesh.shards >= MANY and group.backend != "gloo":
-        log.info(cost_of_shards(plan, config, policy, group))
+    if group.backend == "gloo":
+        return
+    from lt_zero.planning.step_time import cost_of_shards
+
+    try:
+        if text := cost_of_shards(plan, config, policy, group):
+            log.info(text)
+    except Exception:  # it only informs, and the other ranks would wait for this one
+        log.debug("The cost of shards could not be estimated.", exc_info=True)
 
 
 class _Undo:

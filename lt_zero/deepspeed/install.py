@@ -105,7 +105,10 @@ def _forget_without_deepspeed() -> None:
     decides for good whether there is a DeepSpeed. What the program itself has imported before lt_zero stays.
     """
     utils = sys.modules.get("accelerate.utils")
-    if utils is None or hasattr(utils, "DeepSpeedEngineWrapper") or importlib.import_module("lt_zero")._IMPORTED_BEFORE:
+    if utils is None or hasattr(utils, "DeepSpeedEngineWrapper"):
         return
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("accelerate", "transformers")]:
-        del sys.modules[name]
+    in_order = list(sys.modules)  # of their imports
+    found = [name for name in in_order if name.partition(".")[0] in ("accelerate", "transformers")]
+    if in_order.index(found[0]) > in_order.index("lt_zero"):
+        for name in found:
+            del sys.modules[name]

@@ -772,6 +772,10 @@ class Engine(ProcessLocal):
         for group in self.groups:
             group.before_write()
 
+    def leave_sums_to_steps(self, leaves: bool) -> None:
+        """Let steps sum gradients over replicas (``leaves``), or the backwards outside of ``no_sync``."""
+        self.reducer.ends_at_step = leaves
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context in which unsharded gradients (stages 0 and 1) stay on their rank, others in their replica."""

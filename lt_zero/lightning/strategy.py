@@ -333,7 +333,7 @@ class ZeroStrategy(RunQueries):
         set_up.skip_graphs(trainer, self._engine)
         plugin.engine, plugin.device_type = self._engine, self.root_device.type
         # In manual optimization nothing tells which backward is the last one of a step.
-        self._engine.reducer.ends_at_step = fitting and not module.automatic_optimization
+        self._engine.leave_sums_to_steps(fitting and not module.automatic_optimization)
         if fitting:
             self.data.watch(trainer)
             self.setup_optimizers(trainer)

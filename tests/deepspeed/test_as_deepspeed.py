@@ -141,7 +141,6 @@ def test_what_torchmetrics_imports_decides_nothing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         sys, "meta_path", [f for f in sys.meta_path if type(f).__module__ != "lt_zero.deepspeed.install"]
     )
-    monkeypatch.setattr(lt_zero, "_IMPORTED_BEFORE", frozenset({"transformers"} if before else ()))
     fakes = {
         name: ModuleType(name) for name in ("transformers", "transformers.utils", "accelerate", "accelerate.utils")
     }
@@ -149,6 +148,8 @@ def test_what_torchmetrics_imports_decides_nothing(monkeypatch: pytest.MonkeyPat
         fakes["accelerate.utils"].DeepSpeedEngineWrapper = object  # type: ignore[attr-defined]
     try:
         sys.modules.update(fakes)
+        if before:  # lt_zero is the last then
+            sys.modules["lt_zero"] = sys.modules.pop("lt_zero")
         lt_zero.as_deepspeed()
         kept = [name for name in fakes if sys.modules.get(name) is fakes[name]]
     finally:

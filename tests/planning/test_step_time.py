@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -125,3 +126,9 @@ def test_set_up_says_what_many_shards_cost(ranks: int, told: int, caplog: pytest
         lt_zero.shard(nn.Linear(64, 64), config_of(3), torch.device("cpu"), group=group)
     found = [text for text in caplog.messages if f"{ranks} shards: a micro-batch of 4,096 tokens waits " in text]
     assert len(found) == told
+
+
+def test_an_estimate_that_fails_ends_no_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lt_zero.planning.step_time.step_time", mock.Mock(side_effect=IndexError))
+    with one_of(64, torch.device("cpu")) as group:
+        lt_zero.shard(nn.Linear(64, 64), config_of(3), torch.device("cpu"), group=group)
