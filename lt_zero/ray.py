@@ -1,8 +1,8 @@
 """Ray Train: the strategy for its workers, and checkpoints that are reported to it.
 
 Ray starts the workers, numbers them and joins them to torch's process group; then it runs the training function on a
-thread of each worker. Checkpoints are written to the storage of the run, where all hosts see them, and Ray is told
-where they are. Ray's own callback writes them to the disk of each host first, and copies them from there.
+thread of each worker. Checkpoints are written to the storage of the run, which all hosts can read; reports to Ray
+name their folder. Ray's own callback writes them to the disk of each host first, and copies them from there.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ class RayZeroReportCallback(pl.Callback):
     def _save(self, trainer: pl.Trainer) -> None:
         """Save a checkpoint, and report it now or, if it is saved in the background, later. Collective."""
         self._complete(trainer)
-        epoch, step = trainer.current_epoch, trainer.global_step
+        epoch = trainer.current_epoch
+        step = trainer.global_step
         values = {name: value.item() for name, value in trainer.callback_metrics.items() if isinstance(value, Tensor)}
         storage = ray.train.get_context().get_storage()
         folder = f"{storage.experiment_fs_path}/checkpoint_epoch={epoch}-step={step}"
@@ -233,7 +234,8 @@ def _free(folder: str, filesystem: Any) -> str:
 
     Ray knows each of its checkpoints by the path. What a killed save has left is no checkpoint, and is written over.
     """
-    name, version = folder, 0
+    name = folder
+    version = 0
     while filesystem.get_file_info(f"{name}/{CHECKPOINT_NAME}").type != pyarrow.fs.FileType.NotFound:
         version += 1
         name = f"{folder}-v{version}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.directory import file_system, inside, is_url, plain_path
+from lt_zero.checkpoint.native.directory import file_system, inside, is_url, naming_url, plain_path
 from lt_zero.checkpoint.open import LATEST, found_at, read_latest
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
@@ -44,7 +44,8 @@ def local_copy(path: str | os.PathLike[str], tag: str | None = None, progress: b
 
 def _copy(url: str, tag: str | None, target: Path) -> None:
     fs = file_system(url)
-    try:
+    remedy = "Check the address and your credentials, or copy it to a local path, and name that."
+    with naming_url(lambda: f"Cannot read {url}", remedy):
         if not fs.exists(url):
             raise CheckpointError(f"There is no checkpoint at {url}: no such file or folder.")
         if fs.isfile(url):
@@ -57,13 +58,6 @@ def _copy(url: str, tag: str | None, target: Path) -> None:
             _fetch(fs, inside(url, tag), target / tag)
         else:
             _fetch(fs, url, target)
-    except CheckpointError:
-        raise
-    except Exception as error:  # clients of object stores have exceptions of their own
-        raise CheckpointError(
-            f"Cannot read {url}: {type(error).__name__}: {error}. Check the address and your credentials, or copy it "
-            "to a local path, and name that."
-        ) from error
 
 
 def _fetch(fs: Any, url: str, target: Path) -> None:

@@ -14,6 +14,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -23,7 +24,7 @@ import torch
 from lt_zero.checkpoint.cast import Cast, some
 from lt_zero.checkpoint.formats.reading import VERSION
 from lt_zero.checkpoint.lora import LoraScaling, MergedSource
-from lt_zero.checkpoint.native.directory import file_system, inside, is_url, plain_path
+from lt_zero.checkpoint.native.directory import file_system, inside, is_url, naming_url, plain_path
 from lt_zero.checkpoint.native.torchfile import TensorRecord, TorchFile, Write
 from lt_zero.checkpoint.open import found_at, open_source
 from lt_zero.checkpoint.output import check_space, naming, whole_file, whole_folder
@@ -46,11 +47,19 @@ _SAME = "same"
 _DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
 _STEMS = {"pt": ("pytorch_model", "bin"), "safetensors": ("model", "safetensors")}  # of Hugging Face's shards
 _WEIGHTS = (*_SUFFIXES, ".h5", ".msgpack", ".index.json")  # suffixes that a loader may take for weights
-_NOTHING, _FILE, _FOLDER, _DEVICE = "nothing", "file", "folder", "device"  # what a path can lead to
 _PER_TENSOR = 4096  # maximum bytes that a format adds to a tensor
 # Keys that Lightning omits with `save_weights_only`.
 _TRAINING = ("optimizer_states", "lr_schedulers", "callbacks")
 _OWN = "lt_zero"  # the key that only this package reads
+
+
+class _There(Enum):
+    """Kinds of what a path or URL leads to."""
+
+    NOTHING = auto()
+    FILE = auto()
+    FOLDER = auto()
+    DEVICE = auto()
 
 
 class _Target(NamedTuple):
@@ -136,7 +145,7 @@ def _export(
     progress: bool,
     is_default: bool,
 ) -> list[Path] | list[str]:
-    """Write an open checkpoint. ``is_default``: nobody has chosen the dtype."""
+    """Write an open checkpoint. ``is_default``: the caller gave no dtype, so ``kind`` is fp16."""
     if is_default:
         _warn_of_loss(source)
     if strip_prefix is None and (target.format == "safetensors" or target.shard_size is not None):
@@ -331,10 +340,10 @@ def _target(
     suffix = Path(named).suffix
     of_suffix = _SUFFIXES.get(suffix.lower())
     is_named = named.endswith(os.sep) or (format == "auto" and not suffix)
-    folder = there == _FOLDER or limit is not None or is_named or format == _UNIVERSAL
+    folder = there == _There.FOLDER or limit is not None or is_named or format == _UNIVERSAL
     if format == _UNIVERSAL and limit is not None:
         raise ValueError(f"format {_UNIVERSAL} has a file for each tensor. Leave out shard_size.")
-    if folder and of_suffix is not None and there != _FOLDER:
+    if folder and of_suffix is not None and there != _There.FOLDER:
         raise ValueError(
             f"{Path(named).name!r} has the suffix of a file, but shard_size or a trailing / makes it a folder. Remove "
             "the suffix, or name a file."
@@ -353,18 +362,18 @@ def _target(
     if isinstance(source, str | os.PathLike):
         _refuse_inside(out, plain_path(source))
     if not folder:
-        if there not in (_NOTHING, _FILE):
+        if there not in (_There.NOTHING, _There.FILE):
             raise CheckpointError(f"{out} is a folder or a device, but format {format} is a file. Name a file.")
         return _Target(out, format, None, [])
-    if there not in (_NOTHING, _FOLDER):
+    if there not in (_There.NOTHING, _There.FOLDER):
         raise CheckpointError(f"{out} is a file, but this export is a folder. Name a folder.")
     if isinstance(out, Path) and format == _UNIVERSAL:
         return _Target(out, format, None, earlier_of(out, overwrite))
-    earlier = _earlier(out, format, overwrite) if there == _FOLDER else []
+    earlier = _earlier(out, format, overwrite) if there == _There.FOLDER else []
     return _Target(out, format, limit or SHARD_SIZE, earlier)
 
 
-def _there(out: Path | str) -> str:
+def _there(out: Path | str) -> _There:
     """Find out what is at a path or URL.
 
     Raises:
@@ -373,24 +382,18 @@ def _there(out: Path | str) -> str:
     if isinstance(out, str):
         fs = file_system(out)
         with _reaching(out):
-            return _FOLDER if fs.isdir(out) else _FILE if fs.exists(out) else _NOTHING
+            return _There.FOLDER if fs.isdir(out) else _There.FILE if fs.exists(out) else _There.NOTHING
     with naming(out), contextlib.suppress(FileNotFoundError):
         os.lstat(out)  # a name that cannot be
     if out.is_dir():
-        return _FOLDER
-    return _FILE if out.is_file() else _DEVICE if out.exists() else _NOTHING
+        return _There.FOLDER
+    return _There.FILE if out.is_file() else _There.DEVICE if out.exists() else _There.NOTHING
 
 
-@contextmanager
-def _reaching(url: str) -> Iterator[None]:
+def _reaching(url: str) -> AbstractContextManager[None]:
     """Context that turns an error of a file system into a CheckpointError that names the URL."""
-    try:
-        yield
-    except Exception as error:  # clients of object stores have exceptions of their own
-        raise CheckpointError(
-            f"{url} cannot be reached: {type(error).__name__}: {error}. Check the address and your credentials, or "
-            "export to a local path, and copy it. Nothing was written."
-        ) from error
+    remedy = "Check the address and your credentials, or export to a local path, and copy it. Nothing was written."
+    return naming_url(lambda: f"{url} cannot be reached", remedy)
 
 
 def _refuse_inside(out: Path | str, source: str) -> None:
@@ -399,7 +402,8 @@ def _refuse_inside(out: Path | str, source: str) -> None:
         return
     if isinstance(out, str):
         saved = source.rstrip("/")
-        one, two = file_system(saved), file_system(out)
+        one = file_system(saved)
+        two = file_system(out)
         is_in = one == two and f"{two._strip_protocol(out)}/".startswith(f"{one._strip_protocol(saved)}/")
     else:
         saved = os.path.realpath(found_at(source))

@@ -216,7 +216,9 @@ def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
             " is written last. To check other formats, convert them with `lt-zero import`."
         )
     with contextlib.closing(Archive(found)) as archive:
-        files, run, weights = archive.manifest.files, archive.manifest.run, archive.weights
+        files = archive.manifest.files
+        run = archive.manifest.run
+        weights = archive.weights
         total = sum(record.nbytes for record in files.values())
         with progress_bar(f"Reading all of {found}", total, rank=0, in_bytes=True) as work:
             archive.verify(work.advance)

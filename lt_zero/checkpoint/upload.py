@@ -19,7 +19,7 @@ from typing import Any
 from fsspec.spec import AbstractBufferedFile
 from torch import Tensor
 
-from lt_zero.checkpoint.native.directory import inside, own_file_system
+from lt_zero.checkpoint.native.directory import inside, naming_url, own_file_system
 from lt_zero.checkpoint.native.torchfile import Write
 from lt_zero.common.errors import CheckpointError
 from lt_zero.io.pinned import view_of
@@ -130,25 +130,21 @@ class _Upload(AbstractContextManager["_Upload"]):
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(url)
 
-    @contextmanager
-    def _naming(self, url: str) -> Iterator[None]:
+    def _naming(self, url: str) -> AbstractContextManager[None]:
         """Context that turns any error of the file system into a CheckpointError that names ``url``."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except Exception as error:  # clients of object stores have exceptions of their own
-            raise CheckpointError(
-                f"Cannot write {url} ({self._state}): {type(error).__name__}: {error}. Check the address and that your "
-                "credentials allow writing and removing there, or export to a local path, and copy it."
-            ) from error
+        return naming_url(
+            lambda: f"Cannot write {url} ({self._state})",
+            "Check the address and that your credentials allow writing and removing there, or export to a local path, "
+            "and copy it.",
+        )
 
 
 class _File:
     """A file that is written front to back at a URL."""
 
     def __init__(self, fs: Any, url: str, expected: int) -> None:
-        self.url, self._fs = url, fs
+        self.url = url
+        self._fs = fs
         self._written = 0
         self._is_closed = self._is_committed = False
         self._stream: Any = fs.open(url, "wb", block_size=expected // _PARTS if expected > _MANY else None)

@@ -122,8 +122,10 @@ class Hierarchy(Gloo):
 
     def _sum(self, reduction: Reduction) -> Tensor:
         """The sum of this rank's shards (1D, as wide as sums are), dimension by dimension from the innermost."""
-        flat, dtype = reduction.flat, wide(reduction.out.dtype)
-        rows, received = flat.view(self._mesh.shards, -1), reduction.scratch
+        flat = reduction.flat
+        dtype = wide(reduction.out.dtype)
+        rows = flat.view(self._mesh.shards, -1)
+        received = reduction.scratch
         for number, (size, group) in enumerate(zip(self._sizes, self._sums, strict=True)):
             arena, width = self._sends, rows.shape[1]
             if number == 0 and arena is not None and arena.has(flat):

@@ -9,7 +9,7 @@ Note [Ranks that train alone]
     ``srun --mpi=pmi2`` sets the variables of MPI, too, which do not tell where rank 0 is: SLURM's do.
 
     Kubernetes and SageMaker start one process on each of several hosts and leave the rest to torchrun. Without it each
-    host would train by itself. Lightning is told of them by ``NODE_RANK``.
+    host would train by itself. ``NODE_RANK`` tells Lightning which host a process is on.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def _of_slurm(found: Mapping[str, str]) -> Tasks | None:
 
 
 def _is_told(found: Mapping[str, str]) -> bool:
-    """True if torchrun has started this process, or Lightning is told which rank, or which node, this is."""
+    """True if variables number this process, or its host, in a way that torchrun or Lightning reads."""
     return any(name in found for name in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"))
 
 

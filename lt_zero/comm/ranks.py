@@ -179,8 +179,14 @@ class Ranks(ProcessLocal):
         order: LaunchOrder,
         log: Unlogged,
     ) -> None:
-        self.process_group, self.ranks, self.size, self.rank = process_group, tuple(ranks), len(ranks), rank
-        self.device, self.watch, self.order, self.log = device, watch, order, log
+        self.process_group = process_group
+        self.ranks = tuple(ranks)
+        self.size = len(ranks)
+        self.rank = rank
+        self.device = device
+        self.watch = watch
+        self.order = order
+        self.log = log
         self.backend = backend_of(device, process_group) if process_group is not None else ""
         self._gloo = self.backend == "gloo"
         self._pid = os.getpid()

@@ -87,7 +87,9 @@ class ShardGroup(Ranks):
         norm_share: float = 1.0,
         holders: Ranks | None = None,
     ) -> None:
-        self.world, self._parts, self.holders = world, [list(part) for part in parts], holders or world
+        self.world = world
+        self._parts = [list(part) for part in parts]
+        self.holders = holders or world
         self._largest = self._division = max(map(len, self._parts))  # ranks of a part; and of a replica in it
         _check_parts(self._parts, world.size)
         ranks = next(part for part in self._parts if world.rank in part)

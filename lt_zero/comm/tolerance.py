@@ -92,14 +92,18 @@ class _OpenSum:
         if turn > self.turn + 1:
             self.absent.clear()
             self.awaited.clear()
-        self.turn, self.began, self.enough = turn, 0.0, 0.0
+        self.turn = turn
+        self.began = 0.0
+        self.enough = 0.0
 
 
 class _Stream:
     """Sums of one name, turn after turn, and the contributions that are carried from one to the next."""
 
     def __init__(self, name: str, number: int, total: Tensor, members: int) -> None:
-        self.name, self.number, self.turn = name, number, 0
+        self.name = name
+        self.number = number
+        self.turn = 0
         self.numel, self.dtype = total.numel(), total.dtype
         per = max(1, min(_PIECE // total.itemsize, -(-self.numel // members)))
         self.spans = [(lo, min(lo + per, self.numel)) for lo in range(0, self.numel, per)]
@@ -132,7 +136,10 @@ class TolerantSum:
     def __init__(
         self, groups: Sequence[Group], mesh: Mesh, tolerated: int, told: Callable[[int, bool], object]
     ) -> None:
-        self._groups, self._mesh, self._tolerated, self._told = groups, mesh, tolerated, told
+        self._groups = groups
+        self._mesh = mesh
+        self._tolerated = tolerated
+        self._told = told
         self._ranks = mesh.shards
         self._peers = dist.get_process_group_ranks(groups[0])
         self._members, self._me = len(self._peers), dist.get_rank(groups[0])
@@ -311,7 +318,9 @@ class TolerantSum:
         return 2 * nbytes / self._rate + max(0.05, opened.lasted / 10)
 
     def _closed(self, stream: int, opened: _OpenSum, now: float) -> tuple[int, dict[int, Contribution], list[Arrival]]:
-        turn, parts, arrivals = opened.turn, opened.parts, list[Arrival]()
+        turn = opened.turn
+        parts = opened.parts
+        arrivals = list[Arrival]()
         for member in range(self._members):
             present = member in parts
             seconds = opened.seconds[member] if present else now - opened.awaited.setdefault(member, opened.began)

@@ -123,7 +123,9 @@ class Transport:
     sums_wide = False  # see ``ShardGroup.sums_wide``
 
     def __init__(self, mesh: Mesh, groups: Groups, device: torch.device, scatters: bool = True) -> None:
-        self._mesh, self._groups, self._scatters = mesh, groups, scatters
+        self._mesh = mesh
+        self._groups = groups
+        self._scatters = scatters
         self._side = (
             accelerator.stream(device) if accelerator.has_streams(device) and groups.across is not None else None
         )
@@ -157,7 +159,8 @@ class Transport:
 
     def reduce_scatter(self, reduction: Reduction, launch: CollectiveId) -> Work:
         """Sum the ranks' shards; ``reduction.out`` is that of this rank."""
-        flat, groups = reduction.flat, self._groups
+        flat = reduction.flat
+        groups = self._groups
         mine = self._own(flat)
         if not self._scatters:
             work = dist.all_reduce(flat, group=groups.everyone, async_op=True)
@@ -235,7 +238,8 @@ class Gloo(Transport):
         return self._all([dist.broadcast(s, peer, group, async_op=True) for s, peer in shards], launch)
 
     def reduce_scatter(self, reduction: Reduction, launch: CollectiveId) -> Work:
-        flat, scratch = reduction.flat, reduction.scratch
+        flat = reduction.flat
+        scratch = reduction.scratch
         if not self._scatters:
             summed = self._own(flat)
             work = dist.all_reduce(flat, group=self._groups.everyone, async_op=True)
@@ -251,7 +255,8 @@ class Gloo(Transport):
 
     def all_reduce(self, reduction: Reduction, launch: CollectiveId) -> Work:
         world, rank = self._mesh.world, self._mesh.rank
-        flat, scratch = reduction.flat, reduction.scratch
+        flat = reduction.flat
+        scratch = reduction.scratch
         work = dist.all_to_all_single(scratch, flat, group=self._groups.everyone, async_op=True)
 
         def finish() -> None:
@@ -404,7 +409,10 @@ class SendBuffers:
         factor: Callable[[torch.dtype], float],
         largest: Mapping[torch.dtype, int],
     ) -> None:
-        self._transport, self._device, self._factor, self._largest = transport, device, factor, largest
+        self._transport = transport
+        self._device = device
+        self._factor = factor
+        self._largest = largest
         self._sizes = transport.sends if transport is not None else BACKEND
         self._free: dict[torch.dtype, deque[tuple[Tensor, Tensor]]] = {}
         self._made: dict[torch.dtype, int] = {}  # number of reusable ones, free or not

@@ -101,7 +101,9 @@ class World(Ranks):
         show = say if rank == 0 else None
         costs = CommLog(device, size, show) if records else Unlogged()
         super().__init__(process_group, range(size), rank, device, watch, LaunchOrder(watch, range(size)), costs)
-        self.check, self.timeout, self.link_timeout = check, timeout, link_timeout
+        self.check = check
+        self.timeout = timeout
+        self.link_timeout = link_timeout
         self.process_groups = [process_group] if process_group is not None else []  # all that were made
         self._closed = list(self.process_groups)  # whose connections hang detection closes
         self._of_one: dict[str, dist.ProcessGroup] = {}  # groups that have this rank only, by their backend

@@ -135,8 +135,13 @@ class Bucket:
         owner: Callable[[], Owner | None],
         unpublished: deque[Bucket],
     ) -> None:
-        self.name, self.dtype, self.sharding, self.group = plan.name, plan.dtype, plan.sharding, group
-        self.storage, self.is_wide, self.compresses = storage, plan.is_wide, plan.compresses
+        self.name = plan.name
+        self.dtype = plan.dtype
+        self.sharding = plan.sharding
+        self.group = group
+        self.storage = storage
+        self.is_wide = plan.is_wide
+        self.compresses = plan.compresses
         dtype, sharding = plan.dtype, plan.sharding
         self.params = [p for _, p in plan.parameters]
         self.is_cut = storage.is_cut  # this rank steps, and gets the gradients of, a shard
@@ -147,7 +152,9 @@ class Bucket:
         self.shapes = [span.shape for span in self.layout.spans]
         # Dtypes to restore when the engine is removed; an fp64 run stays fp64.
         self.original = [dtype if dtype == torch.float64 else p.dtype for p in self.params]
-        self.step_dtype, self.moments, self.rounding = storage.step, storage.moments, storage.rounding
+        self.step_dtype = storage.step
+        self.moments = storage.moments
+        self.rounding = storage.rounding
         self.shard_range = self.layout.shard(group.mesh.shard_rank) if self.is_cut else (0, self.layout.numel)
         self.pieces = self.layout.pieces(*self.shard_range)  # this rank's pieces
         self._piece_of = {piece.index: [piece] for piece in self.pieces}  # a bucket may have thousands
@@ -308,7 +315,9 @@ class Bucket:
                 self._guard(False)
                 for parameter, view in zip(self.params, self.param_views, strict=True):
                     parameter.data = view
-            self.state, self.lent, self.handed_over = State.RESIDENT, False, False
+            self.state = State.RESIDENT
+            self.lent = False
+            self.handed_over = False
             self.edits.note(released=True)
         elif self._guarded:
             self._guard(False)

@@ -145,11 +145,20 @@ class Engine(ProcessLocal):
         parts: Parts | None = None,
     ) -> None:
         self.parts: Parts = parts or Unjoined()
-        self.config, self.policy, self.offload_manager, self.training = config, policy, offload_manager, training
+        self.config = config
+        self.policy = policy
+        self.offload_manager = offload_manager
+        self.training = training
         self.kept: frozenset[Parameter] = frozenset()  # parameters that the user keeps in fp32, in exports as well
-        self.root, self.units, self.root_unit = root, units, root_unit
-        self.groups, world, zero = list(groups), groups[0].world, config.zero_optimization
-        self.world, self.peers, self.device = world, groups[0], world.device
+        self.root = root
+        self.units = units
+        self.root_unit = root_unit
+        self.groups = list(groups)
+        world = groups[0].world
+        zero = config.zero_optimization
+        self.world = world
+        self.peers = groups[0]
+        self.device = world.device
         self.everywhere = self.peers.size == world.size  # whether all ranks of the run have this module
         # Whether ranks may have other parameters, or other numbers of ranks the same.
         self.has_groups = has_groups(groups)
@@ -648,7 +657,9 @@ class Engine(ProcessLocal):
         self._ranges.leave()
         self._preparation.forget()
         arrived = self.reducer.active or any(b.has_grads() for b in self.buckets)
-        explicit, self.in_backward, self._explicit = self._explicit, False, False
+        explicit = self._explicit
+        self.in_backward = False
+        self._explicit = False
         again, self._create_graph = self._create_graph, False
         self.backwards += 1
         # torch.autograd.grad leaves no gradients behind: nothing to reduce, on any rank.

@@ -38,7 +38,9 @@ class Unit:
     """A module whose buckets are gathered and released together."""
 
     def __init__(self, name: str, module: nn.Module, buckets: list[Bucket], needs_weights: bool) -> None:
-        self.name, self.module, self.buckets = name, module, buckets
+        self.name = name
+        self.module = module
+        self.buckets = buckets
         self.sharded = [b for b in buckets if b.sharding.params]
         self.numel = sum(b.counted for b in self.sharded)
         self.backward_needs_weights = needs_weights
@@ -71,7 +73,9 @@ class GatherOrder:
 
     def start(self) -> None:
         """Begin a pass; the recorded one becomes the forecast."""
-        self.last, self._now, self._cursor = self._now or self.last, [], 0
+        self.last = self._now or self.last
+        self._now = []
+        self._cursor = 0
         self.ahead = 0  # the next unit of ``last`` to prefetch: those before it are gathered, or will not be used
         self._places: dict[Unit, list[int]] = {}
         for place, unit in enumerate(self.last):

@@ -48,10 +48,16 @@ class GradAccumulator:
         background: BackgroundStep,
         places: Places,
     ) -> None:
-        self._name, self._params, self._layout, self._group = plan.name, [p for _, p in plan.parameters], layout, group
+        self._name = plan.name
+        self._params = [p for _, p in plan.parameters]
+        self._layout = layout
+        self._group = group
         self._gradient_of = plan.gradient_of
         self._numel, self._pieces = shard_range[1] - shard_range[0], pieces
-        self._plan, self.dtype, self._background, self._places = storage, storage.accumulate, background, places
+        self._plan = storage
+        self.dtype = storage.accumulate
+        self._background = background
+        self._places = places
         self._sends = storage.send_dtype(storage.dtype)
         self._store = self._none = Store(self.dtype, partial(torch.empty, 0))  # from the place, kept from step to step
         self.values = self._none  # ``_store``, or what replaces it in this step; ``_none``: nothing is accumulated

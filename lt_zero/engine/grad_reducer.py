@@ -59,7 +59,9 @@ class GradReducer:
     def __init__(
         self, peers: ShardGroup, buckets: list[Bucket], exchange: GradientExchange, overlap: bool, max_buffer: int
     ) -> None:
-        self._peers, self._exchange, self._overlap = peers, exchange, overlap
+        self._peers = peers
+        self._exchange = exchange
+        self._overlap = overlap
         self._order = _wide_last(buckets)
         largest = largest_sends((bucket.storage for bucket in buckets), max_buffer)
         groups = dict.fromkeys(bucket.group for bucket in buckets)

@@ -65,7 +65,9 @@ class InplaceEdits:
     """
 
     def __init__(self, bucket: Edited) -> None:
-        self._bucket, self._weights, self._sharded = bucket, bucket.weights, bucket.sharding.params
+        self._bucket = bucket
+        self._weights = bucket.weights
+        self._sharded = bucket.sharding.params
         self._edits_master = bucket.weights.plan.master_is_view  # an edit of the compute copy is one of the master
         self.lost: list[str] = []
         self.handed_out = False
@@ -285,7 +287,9 @@ class InplaceEdits:
     def _put_back(self, assigned: list[int]) -> list[str]:
         found, bucket = [], self._bucket
         for index in assigned:
-            parameter, view, name = bucket.params[index], bucket.param_views[index], bucket.layout.spans[index].name
+            parameter = bucket.params[index]
+            view = bucket.param_views[index]
+            name = bucket.layout.spans[index].name
             value = parameter.data
             if (value.shape, value.dtype, value.device) != (view.shape, view.dtype, view.device):
                 self.lost.append(name)

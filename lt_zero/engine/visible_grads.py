@@ -106,7 +106,9 @@ class GradViews:
     """
 
     def __init__(self, peers: Ranks, buckets: list[Bucket], parts: Parts) -> None:
-        self._peers, self._buckets, self.parts = peers, buckets, parts
+        self._peers = peers
+        self._buckets = buckets
+        self.parts = parts
         self.complete: Callable[[], None] = lambda: None
         self.shown: dict[Place, Tensor | None] = {}
         self._hidden: dict[Place, ShardedGrad] = {}  # stand-ins of the last backward, for reuse
@@ -349,9 +351,14 @@ class UnusedParameters:
         buffers: BufferSync,
         sums_late: bool,
     ) -> None:
-        self._peers, self._buckets, self._views, self._reducer = peers, buckets, views, reducer
+        self._peers = peers
+        self._buckets = buckets
+        self._views = views
+        self._reducer = reducer
         views.complete = reducer.sum_replicas
-        self._files, self._same_on_ranks, self._buffers = files, same_on_ranks, buffers
+        self._files = files
+        self._same_on_ranks = same_on_ranks
+        self._buffers = buffers
         self._wide: dict[ShardGroup, list[Bucket]] = {}  # of ranks with other models, which have flags of their own
         for bucket in buckets:
             if bucket.is_wide:

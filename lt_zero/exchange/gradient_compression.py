@@ -44,7 +44,10 @@ class ErrorFeedback:
     """
 
     def __init__(self, owner: GradientCompression, bucket: Bucket) -> None:
-        self._owner, self._device, self._group, self._name = owner, bucket.group.device, bucket.group, bucket.name
+        self._owner = owner
+        self._device = bucket.group.device
+        self._group = bucket.group
+        self._name = bucket.name
         self._layout, self._numels = bucket.layout, owner.plan.residual_numels(bucket.layout, bucket.is_cut)
         shard = bucket.layout.shard(bucket.group.rank)
         pieces = bucket.layout.pieces(*shard)
@@ -105,7 +108,10 @@ class ErrorFeedback:
 
     def reset(self) -> None:
         """Begin at zero, without the loss scale."""
-        self.residuals, self.scale, self._kept, self._kept_at = None, 1.0, [], -1
+        self.residuals = None
+        self.scale = 1.0
+        self._kept = []
+        self._kept_at = -1
 
     @property
     def nbytes(self) -> int:
@@ -131,7 +137,9 @@ class GradientCompression(PlainExchange):
 
     def __init__(self, peers: ShardGroup, plan: ExchangePlan, warmup: int = 0) -> None:
         super().__init__(peers)
-        self._warmup, self.plan, self.scale = warmup, plan, 1.0
+        self._warmup = warmup
+        self.plan = plan
+        self.scale = 1.0
         self.announce: Callable[[str], object] = log.warning
         self.of_bucket: Mapping[Bucket, ErrorFeedback] = {}
         self._judge_from = warmup + JUDGED // 2  # earlier steps warm up caches and connections

@@ -105,7 +105,9 @@ def plan_exchange(config: ZeroConfig, plan: EnginePlan, policy: DtypePolicy, gro
         policy: says whether steps may be skipped.
         group: the ranks with the same model.
     """
-    block, zero, codec = config.gradient_compression, config.zero_optimization, codec_of(config)
+    block = config.gradient_compression
+    zero = config.zero_optimization
+    codec = codec_of(config)
     if config.communication.slow_node_tolerance and not group.alone:
         return ExchangePlan(ExchangeKind.TOLERANT)
     if zero.zero_quantized_gradients and zero.stage > 0:
@@ -137,7 +139,9 @@ def plan_codecs(
     config: ZeroConfig, exchange: ExchangePlan, training: bool, bucket: BucketPlan, group: GroupFacts
 ) -> Codecs:
     """Plan what is encoded of a bucket, which is in ``group``; ``training``: trainable weights have master weights."""
-    zero, sharding, reductions = config.zero_optimization, bucket.sharding, exchange.compression(bucket, group)
+    zero = config.zero_optimization
+    sharding = bucket.sharding
+    reductions = exchange.compression(bucket, group)
     trains = training and bucket.trains
     if config.quantize is not None and sharding.params and bucket.dtype in _CODED and not trains:
         return Codecs(rests=RESTING[config.quantize], reductions=reductions)

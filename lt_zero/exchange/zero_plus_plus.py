@@ -75,7 +75,9 @@ class ZeroPlusPlusGather(GatherStrategy):
     def finish(self, bucket: Bucket) -> None:
         if not self._keeps:
             return
-        part, self._keeps, self._valid = self._part(bucket), False, True
+        part = self._part(bucket)
+        self._keeps = False
+        self._valid = True
         if self._kept is None:
             # A validation in inference mode finishes a gather when it releases it unused. Training writes to this copy
             # later, so it must not be an inference tensor.

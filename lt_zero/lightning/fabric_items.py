@@ -60,7 +60,9 @@ class ShardedModule(nn.Module):
         self, module: nn.Module, engine: Engine, numbers: Callable[[bool], AbstractContextManager[None]]
     ) -> None:
         super().__init__()
-        self.module, self.engine, self._numbers = module, engine, numbers
+        self.module = module
+        self.engine = engine
+        self._numbers = numbers
 
     # ``fabric.setup`` of a compiled module compiles this one: the graph is that of the forward inside.
     @never_a_graph

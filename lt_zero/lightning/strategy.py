@@ -314,7 +314,9 @@ class ZeroStrategy(RunQueries):
             self._layer_sync = TorchSyncBatchNorm()
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self._module)
-        plugin, module, before = self.precision_plugin, self._module, self._engine
+        plugin = self.precision_plugin
+        module = self._module
+        before = self._engine
         plugin.convert_module(module)
         self.model_to_device()
         known = set_up.find_engine(module, self.config, plugin.policy, before, fitting, world)
@@ -443,7 +445,10 @@ class ZeroStrategy(RunQueries):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        engine, session, module, batch = self.engine, self.session, self._module, args[0] if args else None
+        engine = self.engine
+        session = self.session
+        module = self._module
+        batch = args[0] if args else None
         if session.saver.pending is not None:
             session.before_step()
         if not self._reconciler.seen:
@@ -593,7 +598,9 @@ class ZeroStrategy(RunQueries):
     @override
     def teardown(self) -> None:
         """Stop all threads; keep the shards. No collectives after an error: other ranks may be gone."""
-        module, trainer, engine = self.lightning_module, self.run.trainer, self._engine
+        module = self.lightning_module
+        trainer = self.run.trainer
+        engine = self._engine
         clean = trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED
         self.monitor.stop(clean)
         if engine is not None:

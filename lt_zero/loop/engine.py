@@ -115,7 +115,9 @@ class TrainingEngine(EngineQueries):
         self.monitor = LoopMonitor(config, self.world, policy.mode)
         self._added = self._gas  # micro-batches whose losses are added as they are
         self.engine: Engine = self.session.build(model, config, wanted, policy, training=True)
-        self.module, self._config, self._shown = model, config, shown(config)
+        self.module = model
+        self._config = config
+        self._shown = shown(config)
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
         self.training_dataloader: DataLoader[Any] | None = None

@@ -267,7 +267,9 @@ class FedStore(Store):
         self._after = self._link.to_device.now()
 
     def wait_copied(self) -> None:
-        coming, self._coming, self._after = self._coming, None, None
+        coming = self._coming
+        self._coming = None
+        self._after = None
         if coming is not None:
             coming.wait()
 

@@ -248,7 +248,9 @@ class BackgroundStep:
         """Wait until this thread may use the bucket; returns whether a job had it. No-op in the background thread."""
         if self.job is None or not self.job.wait():
             return False
-        self.job, then, self._then = None, self._then, []
+        self.job = None
+        then = self._then
+        self._then = []
         for work in then:
             work()
         return True

@@ -241,8 +241,11 @@ class RoundStochastic:
         if master.dtype != torch.bfloat16:
             master.copy_(values)
             return
-        step, seed = _count(state, values.device), _seed_of(state.setdefault(_SEED, self.seed), spec.name)
-        flat, out, done = values.detach().float().reshape(-1), master.view(-1), 0
+        step = _count(state, values.device)
+        seed = _seed_of(state.setdefault(_SEED, self.seed), spec.name)
+        flat = values.detach().float().reshape(-1)
+        out = master.view(-1)
+        done = 0
         for rows in rows_of(spec, lo, lo + flat.numel()):
             part = slice(done, done + rows.numel)
             round_stochastic(flat[part], out[part], rows, seed=seed, step=step)

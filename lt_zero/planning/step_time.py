@@ -188,10 +188,12 @@ def _times(rows: list[StoragePlan], tokens: int, cluster: Cluster, twice: bool) 
 
 def _reduced(row: StoragePlan, on_node: int, cluster: Cluster) -> tuple[float, float]:
     """Seconds of a reduction of a bucket inside of a replica, and between replicas."""
-    mesh, sent = row.group.mesh, row.send
+    mesh = row.group.mesh
+    sent = row.send
     if sent is None:
         return 0.0, 0.0
-    nbytes, size = row.numel * sent.itemsize, row.group.size
+    nbytes = row.numel * sent.itemsize
+    size = row.group.size
     if not row.is_cut:
         return 2 * ring(nbytes, size, min(size, on_node), cluster), 0.0
     inside = ring(nbytes, mesh.shards, min(mesh.shards, on_node), cluster)
@@ -232,7 +234,8 @@ def choices(config: ZeroConfig, shards: int, per_node: int) -> list[Choice]:
 
     ``shards``, ``per_node``: data ranks.
     """
-    zero, found = config.zero_optimization, [Choice(())]
+    zero = config.zero_optimization
+    found = [Choice(())]
     if shards < MANY or zero.stage == 0 or zero.shards(shards) < shards or zero.secondary_shards(shards) > 1:
         return found
     if shards > MANY and shards % MANY == 0 and MANY % per_node == 0:

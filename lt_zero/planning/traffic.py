@@ -133,7 +133,9 @@ class _Links:
     """
 
     def __init__(self, mesh: Mesh, nodes: list[list[int]], backend: str, sizes: Sequence[int]) -> None:
-        self._mesh, self._count, self._gloo = mesh, len(nodes), backend == "gloo"
+        self._mesh = mesh
+        self._count = len(nodes)
+        self._gloo = backend == "gloo"
         self._dimensions = [axis_groups(mesh, sizes, number) for number in range(len(sizes))]
         self._node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
         self._rows = self._paths([mesh.shard_ranks(replica) for replica in range(mesh.world // mesh.shards)])
@@ -174,7 +176,9 @@ class _Links:
         if not self._gloo:
             ring = self._ring(groups)
             return _Paths([ring], ring)
-        scatter, share, part = list[float](), 0.0, 1.0 / self._count
+        scatter = list[float]()
+        share = 0.0
+        part = 1.0 / self._count
         for lines_of in self._dimensions or [groups]:
             part /= len(lines_of[0])  # what a rank has after this dimension; in gathers, before it
             nodes = [[self._node_of[rank] for rank in ranks] for ranks in lines_of]
@@ -217,7 +221,9 @@ def _broadcasts(nodes: Sequence[int]) -> int:
 
     A broadcast is a binomial tree: ranks that have the data, counted from the root, double in each round.
     """
-    count, crossed, bit = len(nodes), 0, 1
+    count = len(nodes)
+    crossed = 0
+    bit = 1
     while bit < count:
         # Over all roots, each of the round's senders is every rank once.
         senders = min(bit, count - bit)

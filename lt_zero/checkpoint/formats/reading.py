@@ -165,7 +165,10 @@ class _Part(io.RawIOBase):
     """``size`` bytes of a file from ``start``, as a file: it may be a tensor of gigabytes, which is held only once."""
 
     def __init__(self, file: IO[bytes], start: int, size: int) -> None:
-        self._file, self._start, self._size, self._position = file, start, size, 0
+        self._file = file
+        self._start = start
+        self._size = size
+        self._position = 0
 
     def readable(self) -> bool:
         return True

@@ -51,8 +51,12 @@ class Chunks(Sequence[Chunk]):
         lengths: Table,
         check: Callable[[Any], object],
     ) -> None:
-        self._text, self._shape, self._itemsize = text, shape, itemsize
-        self._files, self._lengths, self._check = files, lengths, check
+        self._text = text
+        self._shape = shape
+        self._itemsize = itemsize
+        self._files = files
+        self._lengths = lengths
+        self._check = check
 
     @cached_property
     def _table(self) -> Table:
@@ -60,7 +64,8 @@ class Chunks(Sequence[Chunk]):
 
         Raises what ``check`` raises.
         """
-        text, width = bytes(self._text), 2 * len(self._shape) + 2
+        text = bytes(self._text)
+        width = 2 * len(self._shape) + 2
         table = _numbers(text, width)
         if table is None or not self._is_whole(table):
             # Boxes that do not follow each other, as those of columns, or an error.
@@ -72,7 +77,9 @@ class Chunks(Sequence[Chunk]):
     def _is_whole(self, table: Table) -> bool:
         """True if each chunk is inside of its file, and they follow each other to the end of the tensor."""
         axes = len(self._shape)
-        sizes, files, starts = table[:, axes : 2 * axes], table[:, -2], table[:, -1]
+        sizes = table[:, axes : 2 * axes]
+        files = table[:, -2]
+        starts = table[:, -1]
         if (files < 0).any() or (files >= len(self._lengths)).any() or (starts < 0).any():
             return False
         if not _follow_each_other(self._shape, table[:, :axes], sizes):

@@ -26,7 +26,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,8 +94,27 @@ def file_system(url: str) -> Any:
 
 
 def own_file_system(url: str) -> Any:
-    """The same as ``file_system``, but an instance that nobody else has."""
+    """A new file system for a URL: what is set on it, such as a transaction, concerns no other caller.
+
+    Raises what ``file_system`` raises.
+    """
     return _file_system(url, skip_instance_cache=True)
+
+
+@contextmanager
+def naming_url(problem: Callable[[], str], remedy: str) -> Iterator[None]:
+    """Context that turns an error of a URL's file system into a CheckpointError.
+
+    Args:
+        problem: what failed, with the URL; called after the error.
+        remedy: what to do.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # clients of object stores have exceptions of their own
+        raise CheckpointError(f"{problem()}: {type(error).__name__}: {error}. {remedy}") from error
 
 
 def is_in_memory(path: str | os.PathLike[str]) -> bool:
@@ -263,11 +283,13 @@ def _line_of(name: str, entry: ManifestEntry, number: Mapping[str, int]) -> str:
 
 def _lines_of_tensors(data: bytes) -> tuple[bytes, dict[str, _Line]]:
     """A manifest's text without its tensors, and the lines of these by name; none if they do not have a line each."""
-    begin, end = data.find(_TENSORS), len(data) - len(_END)
+    begin = data.find(_TENSORS)
+    end = len(data) - len(_END)
     if begin < 0 or not data.endswith(_END):
         return data, {}
     found: dict[str, _Line] = {}
-    view, start = memoryview(data), begin + len(_TENSORS)
+    view = memoryview(data)
+    start = begin + len(_TENSORS)
     while start < end:
         stop = data.find(b"\n", start, end)
         stop = end if stop < 0 else stop

@@ -344,7 +344,9 @@ def load_full_optimizer_state(
     Raises:
         ValueError: the optimizer's parameters differ from the saved ones.
     """
-    engine, optimizer, parameters = sharded.engine, sharded.optimizer, sharded.parameters()
+    engine = sharded.engine
+    optimizer = sharded.optimizer
+    parameters = sharded.parameters()
     numbers = parameter_numbers(full)
     if len(numbers) != len(parameters):
         raise ValueError(

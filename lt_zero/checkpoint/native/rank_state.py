@@ -100,7 +100,9 @@ def _late_gradients(engine: Engine, sharded: bool) -> dict[str, Any] | None:
 
 
 def _fragments(bucket: Bucket, feedback: BucketResiduals) -> tuple[dict[str, Fragment], dict[str, Fragment]]:
-    group, layout, (rows, shard, *_) = bucket.group, bucket.layout, feedback.make()
+    group = bucket.group
+    layout = bucket.layout
+    (rows, shard, *_) = feedback.make()
     worker, server = dict[str, Fragment](), dict[str, Fragment]()
     pieces = {piece.index: piece for piece in layout.pieces(*layout.shard(group.rank))}
     for index, span in enumerate(layout.spans):
@@ -120,7 +122,9 @@ def _fragment(spec: ParamSpec, local: Callable[[], Tensor], lo: int, hi: int, ra
 
 
 def _gathered(bucket: Bucket, feedback: BucketResiduals) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    group, layout, (rows, shard, *_) = bucket.group, bucket.layout, feedback.make()
+    group = bucket.group
+    layout = bucket.layout
+    (rows, shard, *_) = feedback.make()
 
     def gather(own: Tensor) -> Tensor:
         flat = torch.empty(group.size, own.numel(), dtype=own.dtype, device=own.device)
@@ -191,7 +195,9 @@ def _load(
     bucket: Bucket, feedback: BucketResiduals, index: int, rows: Tensor, sums: Tensor | None, factor: float
 ) -> None:
     """Load the residuals of parameter ``index``, times ``factor``."""
-    group, span, (worker, server, *_) = bucket.group, bucket.layout.spans[index], feedback.make()
+    group = bucket.group
+    span = bucket.layout.spans[index]
+    (worker, server, *_) = feedback.make()
     numel, mine = span.hi - span.lo, worker[span.lo : span.hi]
 
     box = span.spec.local_box

@@ -305,7 +305,9 @@ def _releasing(items: Iterable[tuple[_T, Any]], before: Callable[[], object] = _
 
 def make_directory(world: World, path: str) -> PendingDirectory:
     """The directory to write to, visible to all ranks. Collective."""
-    place, problem, facts = None, None, None
+    place = None
+    problem = None
+    facts = None
     try:
         if world.rank == 0:
             place = PendingDirectory.make(path)
@@ -472,7 +474,9 @@ class DirectoryWriter(StorageWriter):
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Add the content of rank 0 and the manifest, then publish the directory."""
         # A new one: torch sends the given one to all ranks, and rank 0 alone needs it.
-        metadata, made, written = dcp.Metadata({}), self.made, dict[str, list[_Written]]()
+        metadata = dcp.Metadata({})
+        made = self.made
+        written = dict[str, list[_Written]]()
         for result in chain.from_iterable(results):
             self.files[result.index.fqn], places = result.storage_data
             for name, (part, found) in places.items():
@@ -520,7 +524,9 @@ def _describe(
 ) -> dict[str, ManifestEntry]:
     """The tensors for the manifest. Adds to ``metadata`` what torch's FileSystemReader needs: shapes and chunks, their
     locations, nesting of names, and tied names."""
-    known, tensors, metadata.storage_data = metadata.state_dict_metadata, dict[str, ManifestEntry](), {}
+    known = metadata.state_dict_metadata
+    tensors = dict[str, ManifestEntry]()
+    metadata.storage_data = {}
     for name, parts in written.items():
         shape, dtype, *_ = parts[0][1]
         chunks: list[Chunk] = []

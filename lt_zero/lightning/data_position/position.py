@@ -446,7 +446,10 @@ class LazyIterator(ProcessLocal):
         after: Callable[[Any], object] = lambda batch: None,
         at_end: Callable[[], object] = lambda: None,
     ) -> None:
-        self._make, self._before, self._after, self._at_end = make, before, after, at_end
+        self._make = make
+        self._before = before
+        self._after = after
+        self._at_end = at_end
         self._inner: Iterator[Any] | None = None
 
     def __iter__(self) -> LazyIterator:
@@ -939,7 +942,9 @@ class Feed:
 
     def add(self, loader: object, world: int) -> object:
         if self._read:
-            self._read, self.positions, self.untracked = False, [], []
+            self._read = False
+            self.positions = []
+            self.untracked = []
         position = LoaderPosition(self, untracked(loader), world)
         clone = tracked(position.loader, position.open, position.ask)
         if clone is None:
