@@ -61,12 +61,13 @@ from lt_zero.engine.partition import (
 from lt_zero.engine.parts import Parts, Unjoined
 from lt_zero.engine.same_on_ranks import Snapshot, compare, compare_models
 from lt_zero.engine.storage_plan import plan_storage
+from lt_zero.engine.weight_rounding import NEAREST, WeightRounding
 from lt_zero.exchange.choose import exchange_of, gathers_of
-from lt_zero.exchange.plan import plan_codecs, plan_exchange
+from lt_zero.exchange.plan import plan_codecs, plan_exchange, plan_forms
 from lt_zero.io.pinned import return_freed_memory
 from lt_zero.offload.host_store import is_apart
 from lt_zero.ops.library import missing
-from lt_zero.ops.rounding import NEAREST, RoundStochastic, WeightRounding
+from lt_zero.ops.rounding import RoundStochastic
 from lt_zero.planning.check import check_build
 from lt_zero.tiles.huggingface import install as install_tiles
 
@@ -170,7 +171,8 @@ def _shard(
             # Before the plan, since what is computed in tiles is one unit.
             undo.callback(install_tiles(module, config.long_sequences, group.world.rank).remove)
         _check_specs(module, specs)
-        plan = plan_engine(module, config, policy, group.mesh.shards, specs, groups, sizes, parts.gradient, wide)
+        forms = plan_forms(config, policy)
+        plan = plan_engine(module, config, policy, forms, group.mesh.shards, specs, groups, sizes, parts.gradient, wide)
         _compare_wide(plan, groups)
         _check_whole(plan)
         _check_hooks(plan)
@@ -183,8 +185,8 @@ def _shard(
             warn_of_padding(plan, zero, group.mesh.shards)
             if config.quantize is not None:
                 warn_of_blocks(plan, config.quantize)
-            if training and policy.moments is not None:
-                warn_of_wide_moments(plan, policy.moments)
+            if training and forms.moments is not None:
+                warn_of_wide_moments(plan, forms.moments)
         check_build(plan, config, policy, group, training)
         if training and group.world.rank == 0:
             _tell_cost(plan, config, policy, group)

@@ -18,39 +18,24 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lt_zero.comm.collective_worker import CollectiveWorker
+from lt_zero.comm.residuals import Residuals
 from lt_zero.comm.topology import whole_nodes
 from lt_zero.comm.transport import Group, Mesh, exchange, sum_in_rank_order
 from lt_zero.comm.work import CollectiveId, CollectiveMonitor, Work, WorkList
 from lt_zero.common import accelerator
-from lt_zero.ops.codecs import Codec
+from lt_zero.common.codec import Codec
 from lt_zero.ops.flat import store
 
 _ALIGN = 16  # bytes: where encoded parts begin
 _PROBE = 1 << 20  # bytes to each rank
 _FP32 = torch.float32.itemsize
-
-
-class Residuals(NamedTuple):
-    """Compression errors of one bucket that were not sent yet, in the units in which its gradients are sent.
-
-    Attributes:
-        worker: 1D fp32, all elements: of this rank's gradients; empty: what codes do not represent is lost.
-        server: 1D fp32, this rank's shard: of the sums that it owns; None if they are not sent on.
-        gaps: elements [lo, hi) that belong to no parameter; codes of few bits would make them other than zero.
-        shard_gaps: those of this rank's shard, counted from its first element.
-    """
-
-    worker: Tensor
-    server: Tensor | None = None
-    gaps: Sequence[tuple[int, int]] = ()
-    shard_gaps: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True)

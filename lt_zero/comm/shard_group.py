@@ -18,7 +18,6 @@ from torch import Tensor
 from lt_zero.comm.compression import (
     CompressionPlan,
     Compressor,
-    Residuals,
     gather_encoded,
     plan_compression,
     plan_quantized_sums,
@@ -26,6 +25,7 @@ from lt_zero.comm.compression import (
 from lt_zero.comm.hierarchy import Hierarchy
 from lt_zero.comm.process_groups import one_queue
 from lt_zero.comm.ranks import Ranks
+from lt_zero.comm.residuals import Residuals
 from lt_zero.comm.send_sizes import BACKEND, SendSizes
 from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.comm.tolerance import FOR_EVER, TolerantHierarchy, TolerantSum, tolerance_of
@@ -44,10 +44,10 @@ from lt_zero.comm.transport import (
 from lt_zero.comm.work import FENCE, Done, Work, WorkList
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
+from lt_zero.common.codec import Codec
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.config import ZeroConfig
-from lt_zero.ops.codecs import Codec
 from lt_zero.ops.flat import store
 
 log = logging.getLogger("lt_zero")

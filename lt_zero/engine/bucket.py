@@ -34,6 +34,7 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.work import Work
 from lt_zero.common.compat import assign_data, held_by_autograd, without_grad, without_torch_function
 from lt_zero.common.flat_storage import FlatStorage, brief_empty, flat_empty, with_own_storage
+from lt_zero.common.moment_form import MomentForm
 from lt_zero.common.timing import phase
 from lt_zero.engine.bucket_weights import MasterWeights
 from lt_zero.engine.grad_accumulator import GradAccumulator
@@ -45,7 +46,6 @@ from lt_zero.engine.partition import BucketPlan
 from lt_zero.engine.storage_plan import StoragePlan
 from lt_zero.offload.background import Job
 from lt_zero.offload.store import BackgroundStep, Place, Places, Store, device_place, put_away
-from lt_zero.ops.moments import MomentForm
 
 
 class State(Enum):

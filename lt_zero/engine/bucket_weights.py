@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.common.codec import Codec
 from lt_zero.common.compat import outside_inference, without_grad
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.storage_plan import StoragePlan
 from lt_zero.offload.store import WEIGHTS, BackgroundStep, Gap, Place, Places, Store, put_away
-from lt_zero.ops.codecs import Codec
 
 
 class _NoCopy(Store):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lt_zero.comm.compression import Residuals
+from lt_zero.comm.residuals import Residuals
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import Replicas, SendBuffer
 from lt_zero.comm.work import Work

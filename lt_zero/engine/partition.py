@@ -27,6 +27,7 @@ from lt_zero.common import plain_names
 from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import ConfigError, Problem
+from lt_zero.common.moment_form import MomentForm
 from lt_zero.common.names import OfRanks, alone
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
@@ -37,8 +38,6 @@ from lt_zero.config.rules import one_bit
 from lt_zero.engine.find_units import UnitRules, class_matches, clean_name, find_units
 from lt_zero.engine.fp32_modules import BATCH_NORMS, DEFAULT_ISLANDS_MIXED, Fp32Modules, find_fp32_modules
 from lt_zero.engine.layout import ALIGN, BucketLayout, Owners, Sharding, join, plan_bucket, split_by_size
-from lt_zero.ops.moments import MomentForm, moments_in
-from lt_zero.ops.nf4 import RESTING
 
 _MUCH = 0.25  # padding, per element of the parameters, that is warned about
 
@@ -68,6 +67,18 @@ class GroupFacts(Protocol):
     def sums_wide(self) -> bool: ...
     @property
     def gathers_in_background(self) -> bool: ...
+
+
+class KeptForms(NamedTuple):
+    """The forms in which a run keeps what is not a tensor in a dtype of torch.
+
+    Attributes:
+        moments: of element-wise states of the optimizer; None: as the step computes them.
+        block: elements of frozen, sharded weights that are encoded together; None: they are not encoded.
+    """
+
+    moments: MomentForm | None = None
+    block: int | None = None
 
 
 class Kind(NamedTuple):
@@ -173,6 +184,7 @@ def plan_engine(
     root: nn.Module,
     config: ZeroConfig,
     policy: DtypePolicy,
+    forms: KeptForms,
     world: int,
     specs: Iterable[ParamSpec] = (),
     groups: Mapping[Parameter, GroupFacts] | None = None,
@@ -201,21 +213,21 @@ def plan_engine(
     units, whole = find_units(root, rules), stay_whole(root, zero, sizes) | set(wide)
     named = [(unit.name or "the root module", [(n, p) for n, p in unit.parameters if p not in whole]) for unit in units]
     small = [(n, p) for unit in units for n, p in unit.parameters if p in whole]  # mostly
-    dense, moments = sent_dense(root, config), moments_in(policy.moments) if policy.moments is not None else None
-    kept_wide = keep_wide_moments(root, sizes, moments) if moments is not None else set()
+    dense = sent_dense(root, config)
+    kept_wide = keep_wide_moments(root, sizes, forms.moments) if forms.moments is not None else set()
 
     def kind_of(p: Parameter) -> Kind:
         dtype = policy.dtype_of(p, p in fp32_modules.parameters)
         compresses = dense is not None and p.requires_grad and p not in dense and dtype != torch.float64
         group = groups.get(p) if groups is not None else None
-        return Kind(dtype, p.requires_grad, compresses, group, p in wide, None if p in kept_wide else moments)
+        return Kind(dtype, p.requires_grad, compresses, group, p in wide, None if p in kept_wide else forms.moments)
 
     given = _specs_of(root, specs)
 
     def spec_of(name: str, p: Parameter) -> ParamSpec:
         return replace(given[p], name=name) if p in given else ParamSpec.whole(name, tuple(p.shape))
 
-    *cut, rest = _cut(named, small, config, world, kind_of, spec_of, sizes, gradient_of)
+    *cut, rest = _cut(named, small, config, forms.block, world, kind_of, spec_of, sizes, gradient_of)
     return EnginePlan(
         root, [UnitPlan(*unit, buckets) for unit, buckets in zip(units, cut, strict=True)], rest, fp32_modules
     )
@@ -278,11 +290,10 @@ def warn_of_blocks(plan: EnginePlan, bits: int) -> None:
         )
 
 
-def warn_of_wide_moments(plan: EnginePlan, dtype: torch.dtype) -> None:
-    """Warn if moments are to be kept in ``dtype``, and those of no parameter are."""
+def warn_of_wide_moments(plan: EnginePlan, form: MomentForm) -> None:
+    """Warn if moments are to be kept in ``form``, and those of no parameter are."""
     trained = [bucket for bucket in plan.buckets if bucket.trains]
     if trained and all(bucket.moments is None for bucket in trained):
-        form = moments_in(dtype)
         warn(
             f"optimizer_states.dtype={form.name} changes nothing: moments of embeddings and of parameters of less than "
             f"{form.least} elements stay wide, and {type(plan.root).__name__} trains no others. Remove the key."
@@ -396,6 +407,7 @@ def _cut(
     units: list[tuple[str, list[Named]]],
     small: list[Named],
     config: ZeroConfig,
+    block: int | None,
     world: int,
     kind_of: Callable[[Parameter], Kind],
     spec_of: Callable[[str, Parameter], ParamSpec],
@@ -447,8 +459,8 @@ def _cut(
                 narrows = any(p.dtype.itemsize > kind.dtype.itemsize for _, p in parameters)
                 what = (kind.compresses, kind.group, kind.is_wide, kind.moments, narrows)
                 how = (kind.dtype, kept, of_rank, *what, most, gradient_of)
-                codec = RESTING[config.quantize] if config.quantize and kept.params and not kind.trains else None
-                align = max(codec.block if codec is not None else ALIGN, kind.moments.align if kind.moments else ALIGN)
+                encoded = block if block is not None and kept.params and not kind.trains else ALIGN
+                align = max(encoded, kind.moments.align if kind.moments else ALIGN)
                 found[first].append(BucketPlan(name, parameters, theirs, *how, align))
     return found
 

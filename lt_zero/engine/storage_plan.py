@@ -18,14 +18,14 @@ from typing import NamedTuple
 import torch
 
 from lt_zero.comm.compression import CompressionPlan
+from lt_zero.common.codec import Codec
+from lt_zero.common.moment_form import MomentForm, PlainMoments
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.layout import Sharding
 from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts
-from lt_zero.ops.codecs import Codec
-from lt_zero.ops.moments import MomentForm, PlainMoments
-from lt_zero.ops.rounding import NEAREST, WeightRounding
+from lt_zero.engine.weight_rounding import NEAREST, WeightRounding
 
 DEVICE, HOST, NVME = "device", "host", "nvme"
 

@@ -20,7 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lt_zero.comm.compression import Costs, Residuals
+from lt_zero.comm.compression import Costs
+from lt_zero.comm.residuals import Residuals
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import Replicas, SendBuffer
 from lt_zero.comm.work import Work

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lt_zero.comm.compression import Residuals
+from lt_zero.comm.residuals import Residuals
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.work import Done, Work
 from lt_zero.engine.bucket import Bucket

@@ -8,13 +8,15 @@ from enum import Enum, auto
 import torch
 
 from lt_zero.comm.compression import CompressionPlan, plan_compression, plan_quantized_sums
+from lt_zero.common.codec import Codec
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.config.rules import one_bit
 from lt_zero.engine.layout import BucketLayout
-from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts
+from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts, KeptForms
 from lt_zero.engine.storage_plan import Codecs, StoragePlan
-from lt_zero.ops.codecs import INT4, INT8, TWO_BITS, BlockCodec, Codec, TopK
+from lt_zero.ops.codecs import INT4, INT8, TWO_BITS, BlockCodec, TopK
+from lt_zero.ops.moments import moments_in
 from lt_zero.ops.nf4 import RESTING
 
 # With a scale for each 128 signs, not 1,024, a GPT under AdamW lost 9.8 instead of 16.7 % in 300 steps; 96.1 % of the
@@ -95,6 +97,12 @@ class ExchangePlan:
         if self.codec is None or row.codecs.reductions is None:
             return 0
         return sum(self.residual_numels(layout, row.is_cut)) * (2 if self.keeps else 1)
+
+
+def plan_forms(config: ZeroConfig, policy: DtypePolicy) -> KeptForms:
+    """Plan the forms in which moments and frozen weights are kept."""
+    moments = moments_in(policy.moments) if policy.moments is not None else None
+    return KeptForms(moments, RESTING[config.quantize].block if config.quantize is not None else None)
 
 
 def plan_exchange(config: ZeroConfig, plan: EnginePlan, policy: DtypePolicy, group: GroupFacts) -> ExchangePlan:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from lt_zero.comm.work import Work
+from lt_zero.common.codec import Codec
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.engine.bucket import Bucket, GatherStrategy
 from lt_zero.offload.store import CODES, WEIGHTS, Place, Store
-from lt_zero.ops.codecs import Codec
 
 
 class CodedStore(Store):

@@ -19,16 +19,16 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from lt_zero.comm.compression import Residuals
+from lt_zero.comm.residuals import Residuals
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import Replicas, SendBuffer
 from lt_zero.comm.work import Work
+from lt_zero.common.codec import Codec
 from lt_zero.engine.bucket import Bucket, GatherStrategy
 from lt_zero.engine.exchange import PlainExchange
 from lt_zero.engine.layout import gaps_between
 from lt_zero.engine.storage_plan import Codecs
 from lt_zero.exchange.plan import GRADIENTS, GRADIENTS_INSIDE, WEIGHTS
-from lt_zero.ops.codecs import Codec
 
 
 class ZeroPlusPlusGather(GatherStrategy):

@@ -10,11 +10,11 @@ from rich.table import Table
 from torch import Tensor
 
 from lt_zero.common.console import Console, RunConsole
+from lt_zero.common.moment_form import stored_part
 from lt_zero.common.tables import show
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.gather import Unit
-from lt_zero.ops.moments import stored_part
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 

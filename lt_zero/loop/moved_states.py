@@ -26,12 +26,12 @@ from torch.utils.hooks import RemovableHandle
 from lt_zero.common import accelerator
 from lt_zero.common.compat import storage_key, storage_references, without_torch_function
 from lt_zero.common.flat_storage import with_own_storage
+from lt_zero.common.moment_form import stored_part
 from lt_zero.common.users_code import warn
 from lt_zero.engine.engine import Engine
 from lt_zero.io.pinned import host_buffer
 from lt_zero.offload.host_store import FedStore, is_apart
 from lt_zero.offload.store import Store
-from lt_zero.ops.moments import stored_part
 
 KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 _ON_DEVICE = (Store, FedStore)  # what their subclasses keep is elsewhere already

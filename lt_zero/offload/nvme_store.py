@@ -31,6 +31,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lt_zero.common.moment_form import MomentForm
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.timing import phase
 from lt_zero.common.units import exact_bytes
@@ -41,7 +42,6 @@ from lt_zero.io.swap_file import Nowhere, SwapFile
 from lt_zero.io.thread_pool import IoPool, SwapError, Transfer
 from lt_zero.offload.host_store import FedStore, HostLink, StreamedStore
 from lt_zero.offload.store import CODES, STATE, WEIGHTS, Place, Sized, Speed, Store, record_nbytes
-from lt_zero.ops.moments import MomentForm
 
 
 class _At(Enum):

@@ -23,8 +23,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lt_zero.common.moment_form import MomentForm
 from lt_zero.offload.copy_streams import CopyEvent
-from lt_zero.ops.moments import MomentForm
 
 WEIGHTS = "weights"  # kind of stores of what gathers read
 CODES = "codes"  # kind of stores of encoded weights, as uint8

@@ -5,7 +5,8 @@ The steps and flat operations are ``torch.library`` operators (``torch.ops.lt_ze
 where that is impossible, the references run (see ``lt-zero ops report``).
 """
 
-from lt_zero.ops.codecs import INT4, INT8, ONE_BIT, TWO_BITS, BlockCodec, Codec, TopK
+from lt_zero.common.codec import Codec
+from lt_zero.ops.codecs import INT4, INT8, ONE_BIT, TWO_BITS, BlockCodec, TopK
 from lt_zero.ops.dispatch import DTYPES, available, fits
 from lt_zero.ops.flat import (
     accumulate,

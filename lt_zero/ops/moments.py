@@ -16,14 +16,15 @@ A block with an infinity or a NaN decodes to NaN.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lt_zero.common.compat import argument_names, no_torch_function, wrapper_tensor, written_arguments
+from lt_zero.common.moment_form import EncodedTensor, Lend, MomentForm, PlainMoments
 
 BLOCK = 256  # elements
 SMALLEST = 4096  # elements of a parameter
@@ -95,100 +96,6 @@ def decode(rows: Tensor, numel: int, signed: bool) -> Tensor:
 TAKE_CODES = {"adam_step"}  # operations
 # States that are never negative: their codes need no sign.
 _SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"}
-Lend = Callable[[int, torch.Size], Tensor]  # (first element, shape) -> a view of a stored tensor (1D)
-
-
-class MomentForm(Protocol):
-    """The form in which element-wise states of an optimizer are kept between steps.
-
-    Attributes:
-        name: of the form, for users.
-        dtype: of the tensor (1D) that keeps them.
-        align: parameters, and what ranks have of them, begin at multiples of so many elements.
-        bytes_per_element: with all that belongs to a state.
-        value_nbytes: bytes of an element's value in checkpoints.
-        least: elements of the smallest parameter whose moments are kept in it; those of others are not converted.
-        not_of: modules whose parameters' moments are not, either.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def align(self) -> int: ...
-    @property
-    def bytes_per_element(self) -> float: ...
-    @property
-    def value_nbytes(self) -> int: ...
-    @property
-    def least(self) -> int: ...
-    @property
-    def not_of(self) -> tuple[type[nn.Module], ...]: ...
-
-    def is_taken_by(self, step: str) -> bool:
-        """True if the kernel of this step of ``lt_zero.ops`` reads and writes states in this form."""
-
-    def length(self, numel: int) -> int:
-        """Elements of the tensor that keeps ``numel`` elements."""
-
-    def nbytes(self, numel: int) -> int:
-        """Bytes of the tensor that keeps ``numel`` elements."""
-
-    def view(self, lend: Lend, lo: int, shape: torch.Size, key: str) -> Tensor:
-        """A state ``key`` of this shape, whose first element is number ``lo`` of what ``lend`` lends."""
-
-    def keeps(self, value: Tensor) -> bool:
-        """True if ``value`` is in this form."""
-
-    def kept(self, value: Tensor, key: str) -> Tensor:
-        """``value`` in this form; a new tensor, unless it is already."""
-
-    def form_of(self, value: Tensor) -> MomentForm:
-        """The form in which a state ``value`` of an optimizer is stored."""
-
-
-@dataclass(frozen=True)
-class PlainMoments:
-    """Moments in a dtype of torch."""
-
-    dtype: torch.dtype
-    align: int = 8
-    least: int = 0
-    not_of: tuple[type[nn.Module], ...] = ()
-
-    @property
-    def name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
-    def bytes_per_element(self) -> float:
-        return self.dtype.itemsize
-
-    @property
-    def value_nbytes(self) -> int:
-        return self.dtype.itemsize
-
-    def is_taken_by(self, step: str) -> bool:
-        return True
-
-    def length(self, numel: int) -> int:
-        return numel
-
-    def nbytes(self, numel: int) -> int:
-        return numel * self.dtype.itemsize
-
-    def view(self, lend: Lend, lo: int, shape: torch.Size, key: str) -> Tensor:
-        return lend(lo, shape)
-
-    def keeps(self, value: Tensor) -> bool:
-        return value.dtype == self.dtype and not isinstance(value, CodedTensor)
-
-    def kept(self, value: Tensor, key: str) -> Tensor:
-        return values_of(value).to(self.dtype) if value.is_floating_point() else value
-
-    def form_of(self, value: Tensor) -> MomentForm:
-        return PlainMoments(value.dtype)
 
 
 @dataclass(frozen=True)
@@ -240,7 +147,7 @@ def moments_in(dtype: torch.dtype) -> MomentForm:
     return CodedMoments() if dtype == torch.int8 else PlainMoments(dtype)
 
 
-class CodedTensor(Tensor):
+class CodedTensor(EncodedTensor):
     """A tensor that is kept in records of codes. Operations decode it, and encode what they have written.
 
     Args:
@@ -249,7 +156,6 @@ class CodedTensor(Tensor):
         signed: whether its code has a sign.
     """
 
-    rows: Tensor
     signed: bool
     __torch_function__ = no_torch_function
 
@@ -259,8 +165,8 @@ class CodedTensor(Tensor):
         made.rows, made.signed = rows, signed
         return made
 
+    @override
     def decoded(self) -> Tensor:
-        """The values, decoded now."""
         return decode(self.rows, self.shape.numel(), self.signed).view(self.shape)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -304,13 +210,3 @@ class CodedTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.decoded().__reduce_ex__(protocol)
-
-
-def values_of(value: Tensor) -> Tensor:
-    """``value`` with its values decoded."""
-    return value.decoded() if isinstance(value, CodedTensor) else value
-
-
-def stored_part(value: Tensor) -> Tensor:
-    """The tensor of ``value`` that a store may have lent."""
-    return value.rows if isinstance(value, CodedTensor) else value

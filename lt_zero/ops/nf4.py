@@ -21,7 +21,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lt_zero.ops.codecs import INT8, BlockCodec, Codec
+from lt_zero.common.codec import Codec
+from lt_zero.ops.codecs import INT8, BlockCodec
 from lt_zero.ops.dispatch import native
 from lt_zero.ops.quantize import check_buffers, decode_natively, encode_natively, prepared, quantized_nbytes
 

@@ -24,7 +24,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -204,32 +204,9 @@ def _check(values: Tensor, out: Tensor, rows: ElementRows, step: int | Tensor) -
 # ---- for steps -------------------------------------------------------------------------------------------------------
 
 
-class WeightRounding(Protocol):
-    """Writes the weights that a step has computed to master weights, which may have fewer bits."""
-
-    def store(self, values: Tensor, master: Tensor, spec: ParamSpec, lo: int, state: dict[str, Any]) -> None:
-        """Round ``values`` to ``master``, a tensor of the same shape.
-
-        Args:
-            spec: of their parameter.
-            lo: number of the first of these elements in this rank's part of it, row-major.
-            state: the optimizer's after the step, for this parameter; scalars may be added.
-        """
-
-
-class RoundNearest:
-    """Round to the nearest, as torch does."""
-
-    def store(self, values: Tensor, master: Tensor, spec: ParamSpec, lo: int, state: dict[str, Any]) -> None:
-        master.copy_(values)
-
-
-NEAREST = RoundNearest()
-
-
 @dataclass(frozen=True)
 class RoundStochastic:
-    """Round to bf16 up or down at random; to another dtype as torch does.
+    """Round weights (``WeightRounding``) to bf16 up or down at random; to another dtype as torch does.
 
     Args:
         seed: of the run, the same on all ranks; for parameters whose state has none yet.

@@ -23,6 +23,7 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.shared_memory import host_identity
 from lt_zero.comm.world import World
 from lt_zero.common.compat import without_torch_function
+from lt_zero.common.moment_form import stored_part
 from lt_zero.common.units import GB, format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
@@ -32,7 +33,6 @@ from lt_zero.engine.guard import is_guarded
 from lt_zero.engine.partition import EnginePlan
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
 from lt_zero.io.pinned import return_freed_memory, return_large_blocks, rounded
-from lt_zero.ops.moments import stored_part
 from lt_zero.planning import limits
 from lt_zero.planning.estimate import Machine, cheapest, states_of
 from lt_zero.planning.forecast import (

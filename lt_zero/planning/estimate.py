@@ -29,6 +29,7 @@ from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.config.precision import MODES, DtypePolicy, dtype_policy, resolve_mode
 from lt_zero.engine.partition import EnginePlan, GroupFacts, plan_engine, with_sizes
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
+from lt_zero.exchange.plan import plan_forms
 from lt_zero.parallel import experts
 from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.parallel.pipeline.layers import pipeline_of
@@ -188,7 +189,8 @@ def _planned(
     sizes, stacks = ({named[s.name]: s.local_box.numel for s in found} for found in (specs, of_experts))
     others, wide = groups.of_parameters(module, sizes, stacks, module is stage.model)
     every, shards = [*specs, *of_experts], groups.of_stage.mesh.shards
-    plan = plan_engine(module, config, policy, shards, every, others, {**sizes, **stacks}, wide=wide)
+    forms = plan_forms(config, policy)
+    plan = plan_engine(module, config, policy, forms, shards, every, others, {**sizes, **stacks}, wide=wide)
     return plan, config, policy, setup
 
 

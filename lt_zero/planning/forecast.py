@@ -28,7 +28,9 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from lt_zero.common.codec import Codec
 from lt_zero.common.console import Console
+from lt_zero.common.moment_form import MomentForm, PlainMoments
 from lt_zero.common.tables import bytes_cell, show
 from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
@@ -42,8 +44,6 @@ from lt_zero.exchange.plan import ExchangeKind, ExchangePlan, plan_codecs, plan_
 from lt_zero.io.checked_file import RING_BUFFER
 from lt_zero.io.pinned import rounded
 from lt_zero.offload.store import record_nbytes
-from lt_zero.ops.codecs import Codec
-from lt_zero.ops.moments import MomentForm, PlainMoments
 from lt_zero.planning.setup import Setup
 
 PLACES = (DEVICE, HOST, NVME)

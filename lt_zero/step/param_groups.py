@@ -22,11 +22,11 @@ from torch.optim import Optimizer
 
 from lt_zero.common.compat import version_of, without_torch_function
 from lt_zero.common.errors import differences
+from lt_zero.common.moment_form import MomentForm, PlainMoments
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.layout import Piece
 from lt_zero.engine.same_on_ranks import Snapshot, compare, digest_of
-from lt_zero.ops.moments import MomentForm, PlainMoments
 
 _MEMBERS = ("params", "param_names")
 _PLAIN = frozenset((float, bool, str, type(None)))

@@ -18,6 +18,7 @@ from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.config.precision import dtype_policy
 from lt_zero.engine.full_params import full_parameters
 from lt_zero.engine.partition import plan_engine, warn_of_blocks
+from lt_zero.exchange.plan import plan_forms
 from lt_zero.ops.nf4 import RESTING
 from lt_zero.planning.check import measured
 from lt_zero.planning.forecast import WEIGHTS
@@ -226,7 +227,8 @@ def test_parts_that_cut_through_blocks_are_named() -> None:
         model = nn.ParameterDict({name: torch.zeros(sizes) for name, (_, sizes) in parts.items()})
         model.requires_grad_(False)
         config = config_of(3, quantize=bits)
-        plan = plan_engine(nn.Sequential(model), config, dtype_policy(config, "32-true"), 2, specs)
+        policy = dtype_policy(config, "32-true")
+        plan = plan_engine(nn.Sequential(model), config, policy, plan_forms(config, policy), 2, specs)
         with pytest.warns(UserWarning, match=text):
             warn_of_blocks(plan, bits)
 

@@ -13,13 +13,13 @@ from unittest import mock
 import pytest
 import torch
 
+from lt_zero.common.codec import Codec
 from lt_zero.config.blocks import Aio
 from lt_zero.engine import offload_manager
 from lt_zero.io.pinned import aligned_buffer
 from lt_zero.offload import host_store, nvme_store
 from lt_zero.offload.host_store import FedStore, HostLink, HostStore, StreamedStore
 from lt_zero.offload.store import CODES, Place, Speed, Store
-from lt_zero.ops.codecs import Codec
 from lt_zero.ops.moments import CodedMoments, PlainMoments, decode
 from lt_zero.ops.nf4 import RESTING
 from tests.support.matrix import only_rows
