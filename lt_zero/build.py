@@ -47,7 +47,7 @@ from lt_zero.engine.gather import Unit, remedy
 from lt_zero.engine.guard import Owner, owner_of
 from lt_zero.engine.loading import install_load_hooks
 from lt_zero.engine.materialize import Materializer
-from lt_zero.engine.offload_manager import open_offload_manager
+from lt_zero.engine.offload_manager import open_offload
 from lt_zero.engine.outside_steps import AutocastOutsideOfSteps
 from lt_zero.engine.partition import (
     BucketPlan,
@@ -247,7 +247,7 @@ def _build(
     exchange = exchange_of(planned, config, plan, group, of_bucket.values())
     shared = owner, deque[Bucket]()
     made = {b: Bucket(b, storage[b], its, gathers_of(storage[b]), *shared) for b, its in of_bucket.items()}
-    offload_manager = open_offload_manager(world, list(made.values()), config, device)
+    offload_manager = open_offload(world, list(made.values()), config, device)
     with progress_bar(f"Sharding {len(plan.units)} units ({len(made)} buckets)", len(made), rank=world.rank) as work:
         units, root = _move_in(plan, made, materializer, work)
         materializer.fill_buffers()

@@ -403,11 +403,13 @@ def install(engine: Engine) -> Checkpointing | None:
         _attend(engine)
         return None
     count, device = len(find_modules(engine.root, block).chosen), engine.buckets[0].flat.device
+    ranks = engine.parts.ranks
+    assert ranks is None or isinstance(ranks, PartRanks)
     opening = world.agree("opening the folder for saved inputs", SwapError) if block.nvme_path else nullcontext()
     # Undo the set-up on an error: if another rank failed, this rank's folder would stay until the process ends.
     with ExitStack() as undo:
         with opening:
-            store = open_store(block, device, count, config.aio, world.rank, engine.parts.ranks)
+            store = open_store(block, device, count, config.aio, world.rank, ranks)
             if store is not None:
                 undo.callback(store.close)
         boundary = open_boundary(block, device, world.rank, config.steps_per_print)
@@ -429,7 +431,7 @@ def install(engine: Engine) -> Checkpointing | None:
             listeners.append(hook)
             undo.callback(listeners.remove, hook)
         made.undo = undo.pop_all()
-    parts = " (a part on each tensor rank)" if block.partition_activations and engine.parts.ranks is not None else ""
+    parts = " (a part on each tensor rank)" if block.partition_activations and ranks is not None else ""
     one = " in one block" if block.contiguous_memory_optimization else ""
     made.where = f", inputs{one}" if one else ""
     if block.nvme_path is not None:

@@ -24,11 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm.collective_worker import CollectiveWorker
 from lt_zero.comm.residuals import Residuals
 from lt_zero.comm.topology import whole_nodes
 from lt_zero.comm.transport import Group, Mesh, exchange, sum_in_rank_order
-from lt_zero.comm.work import CollectiveId, CollectiveMonitor, Work, WorkList
+from lt_zero.comm.work import CollectiveId, CollectiveMonitor, CollectiveWorker, Work, WorkList
 from lt_zero.common import accelerator
 from lt_zero.common.codec import Codec
 from lt_zero.ops.flat import store

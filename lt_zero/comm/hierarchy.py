@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm.collective_worker import CollectiveWorker
 from lt_zero.comm.send_sizes import GLOO, NODE_WINDOWS
 from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.comm.transport import Gloo, Group, Groups, Mesh, Reduction, exchange, sum_in_rank_order
-from lt_zero.comm.work import CollectiveId, CollectiveMonitor, Work
+from lt_zero.comm.work import CollectiveId, CollectiveMonitor, CollectiveWorker, Work
 from lt_zero.ops.flat import store, wide
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm.collective_worker import CollectiveWorker, Procedure
+from lt_zero.comm.work import CollectiveWorker, Procedure
 
 RING = 4  # ranks, up to which gloo's own all-reduce takes no more time than a thread does
 _TAG = 0x5AC0  # of the messages of the first round

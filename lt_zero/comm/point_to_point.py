@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm.collective_worker import CollectiveWorker, Procedure
-from lt_zero.comm.process_groups import close_connections
-from lt_zero.comm.work import CollectiveId, CollectiveMonitor
+from lt_zero.comm.process_groups import backend_of, close_connections
+from lt_zero.comm.work import CollectiveId, CollectiveMonitor, CollectiveWorker, Procedure
+from lt_zero.comm.world import World
 
 _PROBE, _PROBES = 1 << 20, 4  # bytes of the messages that measure a link, and their number
 MEASURED = _PROBES // 2 * _PROBE  # bytes that ``link_seconds`` measures
@@ -80,6 +80,16 @@ class PointToPoint:
         if not self.closed:
             self.closed = True
             close_connections(self._group)
+
+
+def transfers_over(group: dist.ProcessGroup, world: World) -> PointToPoint | None:
+    """Transfers over a ``group`` of ``world`` that hang detection examines; None: torch's own are as good.
+
+    Nothing else may be sent over the group.
+    """
+    if world.detector is None or world.process_group is None or backend_of(world.device, group) != "gloo":
+        return None
+    return PointToPoint(group, world.process_group, world.watch)
 
 
 class PendingTransfer:

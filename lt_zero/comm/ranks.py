@@ -17,7 +17,7 @@ import os
 import pickle
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -139,7 +139,7 @@ class LaunchOrder:
 
 
 class Unlogged:
-    """Records nothing. ``CommLog`` records the costs of collectives."""
+    """A log of the collectives of a run that records nothing."""
 
     def open(self, operation: str, name: str, nbytes: int, host: bool = False) -> Any:
         """Call before a launch; None if it is not recorded. ``host``: the collective is on the host, not the device."""
@@ -151,6 +151,10 @@ class Unlogged:
 
     def ended(self, opened: Any) -> None:
         """Record a collective that was waited for where it was launched."""
+
+
+# Makes a log out of the device, the number of ranks, and what prints a line (None: this rank prints nothing).
+NewLog = Callable[[torch.device, int, Callable[[str], None] | None], Unlogged]
 
 
 class Ranks(ProcessLocal):

@@ -39,12 +39,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm.collective_worker import Procedure
 from lt_zero.comm.hierarchy import Hierarchy
 from lt_zero.comm.point_to_point import MEASURED, link_seconds, send_all
 from lt_zero.comm.topology import whole_nodes
 from lt_zero.comm.transport import Group, Mesh, Reduction
-from lt_zero.comm.work import CollectiveId, Work
+from lt_zero.comm.work import CollectiveId, Procedure, Work
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.worker import Worker
 from lt_zero.ops.flat import wide

@@ -33,6 +33,7 @@ from torch.distributed import distributed_c10d
 
 from lt_zero.comm.awaited_works import work_awaited
 from lt_zero.comm.shared_memory import Barrier
+from lt_zero.common.worker import Worker
 
 CALL = "roll call"  # the operation of a launch that is a call of the user
 MEETING = "meeting"  # of a launch that is a point of the run
@@ -299,3 +300,65 @@ def in_collective(error: BaseException) -> bool:
     if frame.f_code.co_filename in (distributed_c10d.__file__, __file__) or in_layer(frame):
         return True
     return work_awaited(frame, trace.tb_lasti) is not None
+
+
+# ---- collectives of several steps ----------------------------------------------------------------------------------
+
+
+class Procedure:
+    """A launched procedure, with the interface of torch's works."""
+
+    def __init__(self, fn: Callable[[], object]) -> None:
+        self._fn: Callable[[], object] | None = fn
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Run it, in the thread."""
+        try:
+            assert self._fn is not None
+            with torch.no_grad():
+                self._fn()
+        except BaseException as error:
+            self._error = error
+        finally:
+            # The function holds buffers, which must not live as long as this object.
+            self._fn = None
+            self._ended.set()
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait for its end.
+
+        Raises:
+            RuntimeError: it has not ended in time.
+            Exception: what it raised.
+        """
+        if not self._ended.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("a collective is not complete")
+        if self._error is not None:
+            raise self._error
+
+
+class CollectiveWorker:
+    """A thread that runs collectives of several steps one after the other while the model computes.
+
+    gloo has no streams: what follows the first exchange of such a collective (a sum, an encoding, another exchange)
+    needs a thread. It uses process groups of its own, in the order of the launches, which is the same on all ranks. The
+    thread starts with the first procedure and ends with this object.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._worker: Worker[Procedure] = Worker(name, Procedure.run)
+
+    def submit(self, fn: Callable[[], object]) -> Procedure:
+        """Run ``fn`` after all procedures that were submitted before."""
+        procedure = Procedure(fn)
+        self._worker.put(procedure)
+        return procedure
+
+    def stop(self) -> None:
+        """End the thread after what was submitted; the next procedure starts it again."""
+        self._worker.stop()

@@ -20,11 +20,9 @@ import torch
 import torch.distributed as dist
 
 from lt_zero.comm.agreement import Agreement
-from lt_zero.comm.comm_log import CommLog
 from lt_zero.comm.ended_ranks import debugs, summary
 from lt_zero.comm.hang_detection import HangDetector
 from lt_zero.comm.launchers import refuse_alone
-from lt_zero.comm.point_to_point import PointToPoint
 from lt_zero.comm.process_groups import (
     LINK_TIMEOUT_S,
     abort_if_stuck,
@@ -38,7 +36,7 @@ from lt_zero.comm.process_groups import (
     no_room,
     split_group,
 )
-from lt_zero.comm.ranks import LaunchOrder, Ranks, Unlogged
+from lt_zero.comm.ranks import LaunchOrder, NewLog, Ranks, Unlogged
 from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.comm.topology import group_by_node, node_identity
 from lt_zero.comm.work import MEETING, CollectiveId, CollectiveMonitor
@@ -74,7 +72,7 @@ class World(Ranks):
         check: compare each collective before its launch, including reductions (debug mode).
         timeout: of the groups that are made later; None: torch's default for the backend.
         link_timeout: ``communication.link_timeout``.
-        records: record what collectives cost (comm_log.py).
+        new_log: makes the log of the collectives; None: they are not recorded.
 
     Attributes:
         detector: finds hangs; None: there are no other ranks, or they are simulated.
@@ -93,14 +91,13 @@ class World(Ranks):
         check: bool = False,
         timeout: timedelta | None = None,
         link_timeout: float = LINK_TIMEOUT_S,
-        records: bool = False,
+        new_log: NewLog | None = None,
     ) -> None:
         size = dist.get_world_size(process_group) if process_group is not None else 1
         rank = dist.get_rank(process_group) if process_group is not None else 0
         device, watch = accelerator.with_index(device), CollectiveMonitor()
-        show = say if rank == 0 else None
-        costs = CommLog(device, size, show) if records else Unlogged()
-        super().__init__(process_group, range(size), rank, device, watch, LaunchOrder(watch, range(size)), costs)
+        own_log = new_log(device, size, say if rank == 0 else None) if new_log is not None else Unlogged()
+        super().__init__(process_group, range(size), rank, device, watch, LaunchOrder(watch, range(size)), own_log)
         self.check = check
         self.timeout = timeout
         self.link_timeout = link_timeout
@@ -135,12 +132,12 @@ class World(Ranks):
         config: ZeroConfig | None = None,
         timeout: timedelta | None = None,
         node: int | None = None,
-        records: bool = False,
+        new_log: NewLog | None = None,
     ) -> World:
         """All ranks of the default process group, with a process group of their own. Collective.
 
         ``config``: says how its connections are made and whether collectives are compared, which ``LT_ZERO_DEBUG=1``
-        says, too. ``timeout``, ``records``: as for the class. ``node``: the number of this rank's node, as the launcher
+        says, too. ``timeout``, ``new_log``: as for the class. ``node``: the number of this rank's node, as the launcher
         knows it; ``LT_ZERO_NODE_RANK`` takes precedence.
 
         Raises:
@@ -159,7 +156,7 @@ class World(Ranks):
             # descriptors and threads of each run, and its weights.
             gc.collect()
         if not grouped or dist.get_world_size() == 1:
-            world = cls(None, device, records=records)
+            world = cls(None, device, new_log=new_log)
             _joined.add(world)
             return world
         check = debugs() or (config is not None and config.zero_optimization.enable_sanity_checks)
@@ -169,7 +166,7 @@ class World(Ranks):
         backend = backend_of(device)
         group = new_group(None, timeout, backend, device, probed=True, link_timeout=patience)
         simulated = backend_of(device, group) == "fake"
-        world = cls(group, device, check and simulated, timeout, patience, records)
+        world = cls(group, device, check and simulated, timeout, patience, new_log)
         host = world.order.host
         assert host is not None
         # The ranks of a simulated group have no processes that could hang or end.
@@ -300,15 +297,6 @@ class World(Ranks):
         if self.detector is not None and self.process_group is not None:
             known = dist.get_process_group_ranks(self.process_group)
             self.detector.expect_in_layers([known[rank] for rank in ranks])
-
-    def point_to_point(self, group: dist.ProcessGroup) -> PointToPoint | None:
-        """Transfers over a ``group`` of this world that hang detection examines; None: torch's own are as good.
-
-        Nothing else may be sent over the group.
-        """
-        if self.detector is None or self.process_group is None or backend_of(self.device, group) != "gloo":
-            return None
-        return PointToPoint(group, self.process_group, self.watch)
 
     def order_of(self, ranks: Sequence[int]) -> LaunchOrder:
         """Order of launches for ``ranks``, this one among them: the run's own for all ranks, else a new one."""

@@ -35,7 +35,7 @@ from lt_zero.comm.work import Work
 from lt_zero.common.compat import assign_data, held_by_autograd, without_grad, without_torch_function
 from lt_zero.common.flat_storage import FlatStorage, brief_empty, flat_empty, with_own_storage
 from lt_zero.common.moment_form import MomentForm
-from lt_zero.common.timing import phase
+from lt_zero.common.phases import phase
 from lt_zero.engine.bucket_weights import MasterWeights
 from lt_zero.engine.grad_accumulator import GradAccumulator
 from lt_zero.engine.guard import Owner, disown, guard, own, sentinels, unguard, watch_data
@@ -44,8 +44,7 @@ from lt_zero.engine.layout import Piece, gaps_between
 from lt_zero.engine.lazy_tensor import elements_of, whole
 from lt_zero.engine.partition import BucketPlan
 from lt_zero.engine.storage_plan import StoragePlan
-from lt_zero.offload.background import Job
-from lt_zero.offload.store import BackgroundStep, Place, Places, Store, device_place, put_away
+from lt_zero.offload.store import Awaited, BackgroundStep, Place, Places, Store, device_place, put_away
 
 
 class State(Enum):
@@ -498,7 +497,7 @@ class Bucket:
         # Streamed master weights are read once, so the compute copy is written with them.
         return self.sharding.params if self.streamed else self.offloaded
 
-    def hand_over(self, job: Job) -> None:
+    def hand_over(self, job: Awaited) -> None:
         """Give the bucket to the background step ``job`` until ``wait_background_step``."""
         self.gathers.weights_changed()
         self._background.begin(job)

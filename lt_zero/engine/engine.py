@@ -84,8 +84,8 @@ from lt_zero.common.module_hooks import (
     hook_parameters,
     hookable_modules,
 )
+from lt_zero.common.phases import NOTHING, TimedSpan, UnitRanges, phase, unit_range
 from lt_zero.common.tensor_tree import iter_tensors
-from lt_zero.common.timing import NOTHING, TimedSpan, UnitRanges, phase, unit_range
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.bucket import Bucket
@@ -95,7 +95,7 @@ from lt_zero.engine.gather import Call, Gatherer, Residency, Unit
 from lt_zero.engine.grad_reducer import GradReducer
 from lt_zero.engine.guard import shares_storage
 from lt_zero.engine.inplace_edits import digest_of
-from lt_zero.engine.offload_manager import OffloadManager
+from lt_zero.engine.offload import Offload
 from lt_zero.engine.partition import EnginePlan
 from lt_zero.engine.parts import Parts, Unjoined
 from lt_zero.engine.replaced_weights import ReplacedWeights
@@ -139,7 +139,7 @@ class Engine(ProcessLocal):
         groups: Sequence[ShardGroup],
         config: ZeroConfig,
         policy: DtypePolicy,
-        offload_manager: OffloadManager,
+        offload_manager: Offload,
         exchange: GradientExchange,
         training: bool = True,
         parts: Parts | None = None,

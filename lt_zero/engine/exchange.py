@@ -24,7 +24,7 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import Replicas, SendBuffer
 from lt_zero.comm.work import Work
 from lt_zero.engine.bucket import Bucket
-from lt_zero.optim.exchanging import ExchangingOptimizer
+from lt_zero.optim.spec import ExchangingOptimizer
 
 
 class OptimizerFragments(Protocol):

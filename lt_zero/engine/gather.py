@@ -20,8 +20,8 @@ from torch import nn
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.work import CollectiveId
 from lt_zero.common.compat import outside_of_transforms
+from lt_zero.common.phases import NOTHING, TimedSpan
 from lt_zero.common.tensor_tree import ReplacedTensors
-from lt_zero.common.timing import NOTHING, TimedSpan
 from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.engine.bucket import Bucket, Live, State
 from lt_zero.engine.partition import GroupFacts

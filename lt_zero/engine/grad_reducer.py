@@ -35,7 +35,7 @@ import torch
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import Replicas, SendBuffer
 from lt_zero.comm.work import Done, Work
-from lt_zero.common.timing import phase
+from lt_zero.common.phases import phase
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.exchange import GradientExchange
 from lt_zero.engine.grad_accumulator import GradAccumulator

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.world import World
@@ -19,6 +20,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import OffloadOptimizer
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.bucket_weights import NO_COPY
+from lt_zero.engine.offload import Offload
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
 from lt_zero.io.pinned import return_large_blocks
 from lt_zero.io.thread_pool import SwapError
@@ -35,27 +37,23 @@ _TIERS: dict[str, Callable[..., NvmeFiles]] = {"nvme": NvmeFiles}
 
 
 @dataclass
-class OffloadManager:
-    """Files, host link and background thread of one engine.
+class OffloadManager(Offload):
+    """Files, host link and background thread of one engine."""
 
-    Attributes:
-        active: there are some; without them, and without ``others``, ``find_problem`` finds nothing.
-    """
-
-    active: bool = False
     optim: NvmeFiles | None = None  # files of master weights, states and gradients
     params: NvmeFiles | None = None  # files of the weights that gathers read
     how: OffloadOptimizer = OffloadOptimizer()
     background: Background | None = None
-    overlaps: bool = False  # there is, or was, a background thread on some rank
-    has_files: bool = False  # on some rank
-    partially_stepped: str = ""  # buckets whose weights are a step ahead; see overlap.py, Note [Beside backward]
     host_link: HostLink | None = None
     failure: SwapError | None = None  # the first error of a background step
-    others: list[Callable[[], SwapError | None]] = field(default_factory=list)  # return errors of other files
 
+    @property
+    @override
+    def streams(self) -> bool:
+        return self.optim is not None
+
+    @override
     def stream_buckets(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
-        """Yield each bucket with its stores in memory; the next is read and the last written meanwhile."""
         assert self.optim is not None
         groups = [bucket.stores_of_step for bucket in buckets]
         with self.optim.streaming():
@@ -73,24 +71,25 @@ class OffloadManager:
         """Context for visiting buckets one by one. See ``NvmeFiles.streaming``."""
         return self.optim.streaming() if self.optim is not None else nullcontext()
 
-    def find_problem(self) -> SwapError | None:
-        """The error of this rank, if any. See offload/nvme_store.py, Note [A failing disk]."""
-        problems = [tier.problem for tier in (self.optim, self.params) if tier is not None]
-        problems += [find() for find in self.others]
-        return self.failure or next(filter(None, problems), None)
+    @property
+    def tiers(self) -> Collection[NvmeFiles]:
+        """The files."""
+        return dict.fromkeys(tier for tier in (self.optim, self.params) if tier is not None)
 
+    @override
+    def find_problem(self) -> SwapError | None:
+        problems = (tier.problem for tier in self.tiers)
+        return self.failure or next(filter(None, problems), None) or super().find_problem()
+
+    @override
     def check(self, world: Ranks, name: str) -> None:
-        """Raise SwapError on all ranks if one has an error. Collective if there are files or a background step."""
         if self.has_files or self.overlaps:
             with world.agree(name, SwapError):
                 if (problem := self.find_problem()) is not None:
                     raise problem
 
+    @override
     def refuse_partially_stepped(self, world: World, problem: str = "") -> None:
-        """Raise SwapError on all ranks if one stepped buckets in a backward that no step followed. Collective.
-
-        No rank can have done so unless ``overlaps``. ``problem``: another reason to raise, on this rank.
-        """
         with world.agree("checking steps beside backward", SwapError):
             if problem:
                 raise SwapError(problem)
@@ -101,23 +100,20 @@ class OffloadManager:
                     "zero_optimization.offload_optimizer.overlap_step=false."
                 )
 
+    @override
     def accept_partially_stepped(self) -> None:
-        """Go on with buckets that are a step ahead, if there are any, with a warning."""
         if self.partially_stepped:
             ahead, self.partially_stepped = self.partially_stepped, ""
             warn(f"Training goes on although the weights of {ahead} are a step ahead of the others: load a checkpoint.")
 
+    @override
     def require(self, world: World, states: int) -> None:
-        """Raise SwapError if a disk has no room for ``states`` states per element. Collective with files."""
         if self.optim is not None:
             with world.agree("reserving room for optimizer states", SwapError):
                 self.optim.require(states)
 
+    @override
     def announce(self, buckets: Sequence[Bucket], states: int) -> str:
-        """Measure the disks on all ranks at once: a line for the user, '' if there are no files. Collective.
-
-        ``states``: number of element-wise states of the optimizer.
-        """
         tier = self.optim or self.params
         if tier is None:
             return ""
@@ -143,25 +139,34 @@ class OffloadManager:
             f"{format_bytes(written)} per rank: about {seconds:.1f} s, part of it overlapped with computation."
         )
 
+    @property
+    @override
+    def buffer_nbytes(self) -> int:
+        staging = self.host_link.slots.nbytes if self.host_link is not None else 0
+        return staging + sum(tier.spare_nbytes for tier in self.tiers)
+
+    @property
+    @override
+    def file_nbytes(self) -> int:
+        return sum(tier.bytes_on_disk for tier in self.tiers)
+
+    @override
     def rest(self) -> None:
-        """Stop all threads; they restart when they are needed."""
         if self.background is not None:
             self.background.close()
-        for tier in filter(None, {self.optim, self.params}):
+        for tier in self.tiers:
             tier.rest()
 
+    @override
     def close(self) -> None:
-        """Stop the background thread and remove the files."""
         if self.background is not None:
             self.background.close()
-        for tier in filter(None, {self.optim, self.params}):
+        for tier in self.tiers:
             tier.close()
         self.background = self.optim = self.params = None
 
 
-def open_offload_manager(
-    world: World, buckets: Sequence[Bucket], config: ZeroConfig, device: torch.device
-) -> OffloadManager:
+def open_offload(world: World, buckets: Sequence[Bucket], config: ZeroConfig, device: torch.device) -> Offload:
     """Say where the tensors of each bucket are kept, as the configuration offloads them.
 
     Call it before ``Bucket.load_initial``. Collective over ``world``, some of whose ranks may have no buckets, or none
@@ -170,14 +175,14 @@ def open_offload_manager(
     Raises:
         SwapError: a path cannot be used.
     """
-    zero, manager, apart = config.zero_optimization, OffloadManager(), is_apart(device)
+    zero, apart = config.zero_optimization, is_apart(device)
     optim, params = zero.offload_optimizer, zero.param_offload
     for name, block in (("offload_optimizer", optim), ("offload_param", params)):
         if block.device == "cpu" and not apart:
             log.info("zero_optimization.%s.device=cpu has no effect: the model is on the CPU already", name)
     if (optim.device, params.device) == ("none", "none"):
-        return manager
-    manager.active, manager.how = True, optim
+        return Offload()
+    manager = OffloadManager(how=optim)
     pin = accelerator.is_accelerator(device) and optim.pin_memory and params.pin_memory
     manager.has_files = bool(_TIERS.keys() & {optim.device, params.device})
     if manager.has_files:

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import Parameter
 
-from lt_zero.comm.part_ranks import PartRanks
+from lt_zero.comm.ranks import Ranks
 
 
 class Parts(Protocol):
@@ -20,7 +20,7 @@ class Parts(Protocol):
         """True if users see whole tensors, which ``join`` gives."""
 
     @property
-    def ranks(self) -> PartRanks | None:
+    def ranks(self) -> Ranks | None:
         """The ranks that have the other parts, and run the same layers with this one; None: not known here."""
 
     @property
@@ -54,7 +54,7 @@ class Unjoined:
     """Users see parts as they are: modules were made for them, and other ranks' are out of reach."""
 
     joins = False
-    ranks: PartRanks | None = None
+    ranks: Ranks | None = None
     uneven = ""
 
     def cut(self, parameter: Parameter, value: Tensor) -> Tensor:

@@ -30,11 +30,11 @@ from lt_zero.comm.shard_group import ShardGroup, combine_rows
 from lt_zero.comm.work import Done, Work
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.norms import VectorNorm
-from lt_zero.common.timing import phase
+from lt_zero.common.phases import phase
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.buffers import BufferSync
 from lt_zero.engine.grad_reducer import GradReducer
-from lt_zero.engine.offload_manager import OffloadManager
+from lt_zero.engine.offload import Offload
 from lt_zero.engine.parts import Parts
 from lt_zero.engine.same_on_ranks import FLAGS, SameOnRanks
 from lt_zero.engine.sharded_grad import REMEDY, Place, ShardedGrad, ShardedValues, is_whole, local_rows, stand_in
@@ -346,7 +346,7 @@ class UnusedParameters:
         buckets: list[Bucket],
         views: GradViews,
         reducer: GradReducer,
-        files: OffloadManager,
+        files: Offload,
         same_on_ranks: SameOnRanks,
         buffers: BufferSync,
         sums_late: bool,
@@ -401,8 +401,7 @@ class UnusedParameters:
         self.late = {b for b, some in zip(self._buckets, got, strict=True) if any(some)}
         used = [g or i in b.grads.used for b, some in zip(self._buckets, got, strict=True) for i, g in enumerate(some)]
         lost = any(b.edits.lost for b in self._buckets)
-        files = self._files
-        failed = (files.active or bool(files.others)) and files.find_problem() is not None
+        failed = self._files.find_problem() is not None
         news = [*(b in self.late for b in self._buckets), self.nonfinite, failed, lost]
         seen = self._buffers.report()
         every = torch.frombuffer(bytearray([*seen, *self._same_on_ranks.flags(), *used, *news]), dtype=torch.uint8)

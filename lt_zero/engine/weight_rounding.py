@@ -1,4 +1,4 @@
-"""How the weights of a step become master weights in fewer bits: by default they are rounded to the nearest."""
+"""The rounding of a step's weights to master weights in fewer bits: by default to the nearest."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lt_zero.common import accelerator
 from lt_zero.common.compat import announce_compute_dtype, asked_precision, is_plain_closure, logged_step, override_dtype
-from lt_zero.common.timing import phase
+from lt_zero.common.phases import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import MODES, DtypePolicy, ScalerRules, dtype_policy, on_min_scale, resolve_mode
 from lt_zero.engine.materialize import parameters_in

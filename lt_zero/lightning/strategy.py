@@ -29,7 +29,7 @@ from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.common.compat import before_distribution, counts_batches, set_device_mesh
 from lt_zero.common.descriptors import explain_full_table
-from lt_zero.common.timing import phase
+from lt_zero.common.phases import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import ignored_keys, tell_ignored
 from lt_zero.config.blocks import ActivationCheckpointing
@@ -239,8 +239,8 @@ class ZeroStrategy(RunQueries):
         if self.lightning_module is not None:  # else the caller wants the process group before there is a run
             self.monitor.attach(self._module.trainer, self.global_rank, self.local_rank)
         self.session.loss_scale = self.precision_plugin.loss_scale_controller
-        keeps, first = self.monitor.records_collectives, partial(self.monitor.record, new=True)
-        if not self.session.join(self.config, self.root_device, self._group_timeout, self._node_rank, keeps, first):
+        new_log, first = self.monitor.new_log, partial(self.monitor.record, new=True)
+        if not self.session.join(self.config, self.root_device, self._group_timeout, self._node_rank, new_log, first):
             self.monitor.record(self.session.world, new=False)
         self.checkpoints.begin_run()
         if self.lightning_module is not None and self.device_mesh is not None:

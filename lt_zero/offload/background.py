@@ -32,7 +32,7 @@ from functools import partial
 import torch
 
 from lt_zero.common import accelerator
-from lt_zero.common.timing import phase
+from lt_zero.common.phases import phase
 from lt_zero.common.worker import Worker
 from lt_zero.io.thread_pool import LOOK, SwapError, check_alive
 from lt_zero.offload.store import Store

@@ -20,23 +20,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lt_zero.common import accelerator
-from lt_zero.common.timing import phase
-
-
-class CopyEvent(Protocol):
-    """The end of a copy."""
-
-    def wait(self) -> None:
-        """Make the current stream wait; its later work may read the target and change the source."""
-
-    def synchronize(self) -> None:
-        """Block the host until the copy is done."""
+from lt_zero.common.phases import phase
+from lt_zero.offload.store import CopyEvent
 
 
 class _Done:

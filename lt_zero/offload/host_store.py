@@ -19,8 +19,8 @@ from torch import Tensor
 
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.io.pinned import BufferPool, host_buffer
-from lt_zero.offload.copy_streams import CopyEvent, CopyStream, StagingBuffer, StagingBuffers
-from lt_zero.offload.store import Gap, Place, Store
+from lt_zero.offload.copy_streams import CopyStream, StagingBuffer, StagingBuffers
+from lt_zero.offload.store import CopyEvent, Gap, Place, Store
 
 _apart = False  # set by tests: treat the CPU as a device with memory of its own
 _ARRIVING = 2  # reduced gradients that may be on their way to host memory

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from lt_zero.common.moment_form import MomentForm
+from lt_zero.common.phases import phase
 from lt_zero.common.progress_bar import progress_bar
-from lt_zero.common.timing import phase
 from lt_zero.common.units import exact_bytes
 from lt_zero.config.blocks import Aio
 from lt_zero.io.pinned import BufferPool, aligned_buffer, host_buffer, rounded

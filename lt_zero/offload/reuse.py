@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from lt_zero.io.pinned import rounded
-from lt_zero.offload.copy_streams import DONE, CopyEvent
+from lt_zero.offload.copy_streams import DONE
+from lt_zero.offload.store import CopyEvent
 
 log = logging.getLogger("lt_zero")
 

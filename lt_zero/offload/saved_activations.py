@@ -33,8 +33,9 @@ from lt_zero.config.blocks import Aio
 from lt_zero.io.private_folder import SwapFolder
 from lt_zero.io.swap_file import SwapFile
 from lt_zero.io.thread_pool import IoPool, SwapError, Transfer
-from lt_zero.offload.copy_streams import DONE, CopyEvent, CopyStream
+from lt_zero.offload.copy_streams import DONE, CopyStream
 from lt_zero.offload.reuse import Loan, Memory
+from lt_zero.offload.store import CopyEvent
 
 _LEAVING = 4  # copies and writes in flight; each copy keeps its source alive, each write its buffer
 _BUFFERS = 4  # buffers in use beyond which nothing is read ahead

@@ -24,12 +24,21 @@ import torch
 from torch import Tensor
 
 from lt_zero.common.moment_form import MomentForm
-from lt_zero.offload.copy_streams import CopyEvent
 
 WEIGHTS = "weights"  # kind of stores of what gathers read
 CODES = "codes"  # kind of stores of encoded weights, as uint8
 STATE = "state "  # kinds of optimizer states begin so
 Gap = tuple[int, int]  # elements [lo, hi) of a shard that belong to no parameter
+
+
+class CopyEvent(Protocol):
+    """The end of a copy."""
+
+    def wait(self) -> None:
+        """Make the current stream wait; its later work may read the target and change the source."""
+
+    def synchronize(self) -> None:
+        """Block the host until the copy is done."""
 
 
 class Store:
@@ -223,7 +232,7 @@ class Places:
 
 
 class Awaited(Protocol):
-    """Work on a bucket in another thread (``Job``, background.py)."""
+    """Work on a bucket in another thread."""
 
     def wait(self) -> bool:
         """Wait for its end; returns False at once in the thread that does it."""

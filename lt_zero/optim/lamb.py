@@ -22,15 +22,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from typing_extensions import override
 
 from lt_zero.common import accelerator
 from lt_zero.optim.adam import check_betas, run_closure
+from lt_zero.optim.spec import Combine, Kernel, NormedOptimizer, Options, SecondPass, chosen
 
-FullNorms = Callable[[list[Tensor], Tensor], Tensor]
+
+def _options(group: Options, step: float) -> Options:
+    bounds = {"lower": group["min_coeff"], "upper": group["max_coeff"]}
+    return {**chosen(group, "beta1", "beta2", "eps", "weight_decay"), "lr": corrected_rate(group, step), **bounds}
 
 
-class Lamb(Optimizer):
+def _rates(squares: Tensor, options: Options) -> Tensor:
+    """``trust_rates`` of fragments with the same options."""
+    count = len(squares)
+    return trust_rates(squares, [options["lr"]] * count, [(options["lower"], options["upper"])] * count)
+
+
+class Lamb(NormedOptimizer):
     """LAMB with DeepSpeed's arithmetic and defaults. See Note [DeepSpeed's LAMB].
 
     Args:
@@ -53,7 +63,14 @@ class Lamb(Optimizer):
         ValueError: a number is out of range.
     """
 
-    full_norms: FullNorms | None = None
+    full_norms: Combine | None = None
+    step_kernel = Kernel(
+        "lamb_update",
+        ("exp_avg", "exp_avg_sq"),
+        options=_options,
+        takes=lambda group: not group["eps_inside_sqrt"],
+        second=SecondPass("lamb_apply", ("eps", "weight_decay"), own=("lr", "lower", "upper"), columns=2, rates=_rates),
+    )
 
     def __init__(
         self,
@@ -91,11 +108,8 @@ class Lamb(Optimizer):
         for group in self.param_groups:
             group.setdefault("eps_inside_sqrt", self.defaults["eps_inside_sqrt"])
 
-    def combine(self, norms: FullNorms, maxima: FullNorms) -> None:
-        """Step fragments of parameters from now on: ``norms`` and ``maxima`` give those of the full parameters.
-
-        See Note [Norms of full parameters]; ``maxima`` is for tensors and their maxima ([tensors, any], fp64).
-        """
+    @override
+    def combine(self, norms: Combine, maxima: Combine) -> None:
         self.full_norms = norms
 
     @torch.no_grad()

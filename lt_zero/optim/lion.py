@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lt_zero.optim.adam import check_betas, run_closure
+from lt_zero.optim.spec import Kernel, chosen
 
 
 class Lion(Optimizer):
@@ -28,6 +29,13 @@ class Lion(Optimizer):
     Raises:
         ValueError: a number is out of range.
     """
+
+    step_kernel = Kernel(
+        "lion_step",
+        ("exp_avg",),
+        options=lambda group, step: chosen(group, "lr", "beta1", "beta2", "weight_decay", "maximize"),
+        counts=False,
+    )
 
     def __init__(
         self,

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from lt_zero.optim.adam import check_betas, check_least, run_closure
-from lt_zero.optim.exchanging import ExchangingOptimizer
-from lt_zero.optim.lamb import FullNorms, Lamb, trust_rates, wide
+from lt_zero.optim.lamb import Lamb, trust_rates, wide
+from lt_zero.optim.spec import Combine, ExchangingOptimizer
 
 BACKENDS = ("nccl", "mpi", "hccl", "compressed", "gloo", "ccl")  # DeepSpeed's, and those of its accelerators
 
@@ -159,7 +159,7 @@ class OneBitLamb(OneBitOptimizer, Lamb):
         ValueError: a number is out of range.
     """
 
-    full_maxima: FullNorms | None = None
+    full_maxima: Combine | None = None
     most_states = 3
     scales_momenta = True
 
@@ -194,7 +194,7 @@ class OneBitLamb(OneBitOptimizer, Lamb):
         for group in self.param_groups:
             group.update({**own, **group})
 
-    def combine(self, norms: FullNorms, maxima: FullNorms) -> None:
+    def combine(self, norms: Combine, maxima: Combine) -> None:
         super().combine(norms, maxima)
         self.full_maxima = maxima
 
@@ -260,7 +260,7 @@ class OneBitLamb(OneBitOptimizer, Lamb):
 
     def _full(
         self,
-        combine: FullNorms | None,
+        combine: Combine | None,
         stepped: Sequence[tuple[Tensor, dict[str, Any]]],
         rows: Sequence[Tensor],
         columns: int,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.optim.adam import check_betas, check_least, run_closure
-from lt_zero.optim.exchanging import ExchangingOptimizer
+from lt_zero.optim.spec import ExchangingOptimizer
 
 _CHANGE, _EXCHANGED = "momentum_accumulator", "exchanged"
 # (tensors of the groups, value (fp32) to average of such a tensor, what takes the average of one)

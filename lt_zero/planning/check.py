@@ -67,13 +67,11 @@ def measured(engine: Engine, optimizers: Iterable[ShardedOptimizer] = ()) -> dic
     states = {v.untyped_storage().data_ptr(): v for v in held if not any(store.owns(v) for store in stored)}
     beside = sum(s.nbytes for bucket in engine.buckets for s in bucket.beside.values() if not s.streamed)
     total[MOMENTS] = sum(v.untyped_storage().nbytes() for v in states.values()) + beside
-    manager = engine.offload_manager
-    files = {id(found): found for found in (manager.optim, manager.params) if found is not None}
-    total[OFFLOAD] = sum(rounded(store.nbytes) for store in stored) + sum(tier.spare_nbytes for tier in files.values())
-    total[OFFLOAD] += manager.host_link.slots.nbytes if manager.host_link is not None else 0
+    offload = engine.offload_manager
+    total[OFFLOAD] = sum(rounded(store.nbytes) for store in stored) + offload.buffer_nbytes
     total[REDUCE] = engine.reducer.buffer_bytes
     total[RESIDUALS] = engine.exchange.nbytes
-    total[RESTING] = sum(tier.bytes_on_disk for tier in files.values())
+    total[RESTING] = offload.file_nbytes
     return {kind: nbytes for kind, nbytes in total.items() if nbytes}
 
 

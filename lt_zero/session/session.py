@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_zero.build import shard
+from lt_zero.comm.ranks import NewLog
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.compat import replace_reentrant_checkpoints
@@ -150,13 +151,13 @@ class Session:
         device: torch.device,
         timeout: timedelta | None = None,
         node: int | None = None,
-        records: bool = False,
+        new_log: NewLog | None = None,
         first: Callable[[World], object] = lambda world: None,
     ) -> bool:
         """Begin the run on this rank; returns whether its collectives were just made. Collective.
 
         Args:
-            timeout, node, records: as for ``World.join``.
+            timeout, node, new_log: as for ``World.join``.
             first: is called with a new world before the ranks' configurations are compared.
 
         Raises:
@@ -165,7 +166,7 @@ class Session:
         count_run()
         new = self.known is None
         if new:
-            world = World.join(device, config, timeout, node, records)
+            world = World.join(device, config, timeout, node, new_log)
             first(world)
             group = ShardGroup.of_all(world)
             check_same(config, world.host_gather)

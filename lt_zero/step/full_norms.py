@@ -1,4 +1,4 @@
-"""Norms of full parameters, of which a rank has fragments: LAMB's trust ratios need them (optim/lamb.py)."""
+"""Norms of full parameters, of which a rank has fragments: for a ``NormedOptimizer``."""
 
 from __future__ import annotations
 

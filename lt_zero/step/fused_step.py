@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -26,41 +26,13 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from lt_zero import ops
 from lt_zero.common.compat import step_hooks, without_grad
 from lt_zero.engine.bucket import Bucket
-from lt_zero.optim.lamb import Lamb, corrected_rate, trust_rates
-from lt_zero.optim.lion import Lion
+from lt_zero.optim.spec import Kernel, Options, SecondPass, chosen, kernel_of
 from lt_zero.step.full_norms import FullNorms
 from lt_zero.step.param_groups import ShardedParamGroups, StepParam
 
 log = logging.getLogger("lt_zero")
 
-Options = dict[str, Any]
-
 # ---- kernels ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """The operation that computes the step of an optimizer.
-
-    Attributes:
-        operation: its name in ``lt_zero.ops``.
-        keys: of the element-wise states, in the operation's order.
-        options: the operation's options out of a group and the number of the elements' step, from 1.
-        takes: whether the operation computes the update of such a group.
-        has_states: whether such a group has states.
-        counts: whether the state holds the number of steps, as ``step``.
-        initial: what a state begins with.
-        collective: whether a step needs norms over all ranks.
-    """
-
-    operation: str
-    keys: tuple[str, ...]
-    options: Callable[[Options, float], Options]
-    takes: Callable[[Options], bool] = lambda group: True
-    has_states: Callable[[Options], bool] = lambda group: True
-    counts: bool = True
-    initial: Callable[[Optimizer], float] = lambda optimizer: 0.0
-    collective: bool = False
 
 
 def numbers_of(group: Options) -> Options:
@@ -73,43 +45,29 @@ def numbers_of(group: Options) -> Options:
 
 
 def _adam_options(group: Options, step: float) -> Options:
-    options = _same(group, "lr", "beta1", "beta2", "eps", "weight_decay", "maximize")
+    options = chosen(group, "lr", "beta1", "beta2", "eps", "weight_decay", "maximize")
     return {**options, "decoupled": group["decoupled_weight_decay"], "step": step}
 
 
 def _sgd_options(group: Options, step: float) -> Options:
-    options = _same(group, "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+    options = chosen(group, "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
     return {**options, "first": step == 1}
 
 
 def _adagrad_options(group: Options, step: float) -> Options:
     rate = group["lr"] / (1 + (step - 1) * group["lr_decay"])
-    return {**_same(group, "eps", "weight_decay", "maximize"), "lr": rate}
+    return {**chosen(group, "eps", "weight_decay", "maximize"), "lr": rate}
 
 
-def _lion_options(group: Options, step: float) -> Options:
-    return _same(group, "lr", "beta1", "beta2", "weight_decay", "maximize")
-
-
-def _lamb_options(group: Options, step: float) -> Options:
-    options = _same(group, "beta1", "beta2", "eps", "weight_decay")
-    bounds = {"lower": group["min_coeff"], "upper": group["max_coeff"]}
-    return {**options, "lr": corrected_rate(group, step), **bounds}
-
-
-def _same(group: Options, *keys: str) -> Options:
-    return {key: group[key] for key in keys}
-
-
-# Exactly these classes: a subclass may compute something else. Without eps, Adam and Adagrad would make NaN of the
-# zeros in alignment gaps.
+# Without eps, Adam and Adagrad would make NaN of the zeros in alignment gaps.
 _ADAM = Kernel(
     "adam_step",
     ("exp_avg", "exp_avg_sq"),
     options=_adam_options,
     takes=lambda group: group["eps"] > 0 and not group["amsgrad"],
 )
-KERNELS: dict[type[Optimizer], Kernel] = {
+# Exactly these classes: a subclass may compute something else. Others bring theirs: ``kernel_of``.
+_OF_TORCH: dict[type[Optimizer], Kernel] = {
     Adam: _ADAM,
     AdamW: _ADAM,
     SGD: Kernel(
@@ -126,15 +84,12 @@ KERNELS: dict[type[Optimizer], Kernel] = {
         takes=lambda group: group["eps"] > 0,
         initial=lambda optimizer: float(optimizer.defaults["initial_accumulator_value"]),
     ),
-    Lion: Kernel("lion_step", ("exp_avg",), options=_lion_options, counts=False),
-    Lamb: Kernel(
-        "lamb",
-        ("exp_avg", "exp_avg_sq"),
-        options=_lamb_options,
-        takes=lambda group: not group["eps_inside_sqrt"],
-        collective=True,
-    ),
 }
+
+
+def _kernel_of(optimizer: Optimizer) -> Kernel | None:
+    """The kernel that computes the updates of optimizers of this class; None: none does."""
+    return _OF_TORCH.get(type(optimizer)) or kernel_of(type(optimizer))
 
 
 def is_plain(kernel: Kernel, group: Options) -> bool:
@@ -329,7 +284,9 @@ class FusedStep:
 
     def __init__(self, fragments: ShardedParamGroups, norms: FullNorms | None = None) -> None:
         self._fragments, self._optimizer, self._norms = fragments, fragments.optimizer, norms
-        self._kernel = KERNELS[type(fragments.optimizer)]
+        kernel = _kernel_of(fragments.optimizer)
+        assert kernel is not None
+        self._kernel = kernel
         # (parameter, group, whether it has states) of the members of a bucket, and their runs, which are valid as long
         # as these are the same.
         self._runs: dict[Bucket, tuple[list[tuple[int, int, bool]], list[Run]]] = {}
@@ -343,7 +300,8 @@ class FusedStep:
     @staticmethod
     def operation_of(optimizer: Optimizer) -> str:
         """The operation of ``lt_zero.ops`` that computes the updates of optimizers of this class; '' if none does."""
-        return KERNELS[type(optimizer)].operation if type(optimizer) in KERNELS else ""
+        kernel = _kernel_of(optimizer)
+        return kernel.operation if kernel is not None else ""
 
     def takes(self, buckets: Iterable[Bucket]) -> set[Bucket]:
         """The ``buckets`` that the kernel steps."""
@@ -479,8 +437,8 @@ class FusedStep:
         for bucket, target in targets.items():
             bucket.weights.written = target is not None
         try:
-            if self._kernel.collective:
-                launch_lamb(list(calls.values()), norms, found_inf)
+            if self._kernel.second is not None:
+                launch_both(self._kernel.second, list(calls.values()), norms, found_inf)
             else:
                 for rows in calls.values():
                     rows.launch(found_inf)
@@ -513,25 +471,24 @@ def _covers(bucket: Bucket, parts: list[Part]) -> bool:
     return True
 
 
-def launch_lamb(calls: Sequence[Rows], norms: FullNorms | None, found_inf: Tensor | None) -> None:
-    """Step LAMB by its two kernels, one fragment per row.
+def launch_both(second: SecondPass, calls: Sequence[Rows], norms: FullNorms | None, found_inf: Tensor | None) -> None:
+    """Run both operations of a kernel that needs norms, one fragment per row.
 
     Args:
+        second: of the kernel.
         calls: the rows; may be none.
         norms: adds up norms over the ranks, once for all calls; None: all rows are full parameters.
         found_inf: 0D fp32; if it is not zero, nothing is written.
     """
-    parts = [torch.zeros(0, 2, dtype=torch.float64)]
+    parts = [torch.zeros(0, second.columns, dtype=torch.float64)]
     for rows in calls:
-        options = _same(rows.options, "beta1", "beta2", "eps", "weight_decay")
-        tensors = (rows.params, rows.grads, *rows.states)
-        parts.append(ops.lamb_update(*tensors, **options, scale=rows.factor, found_inf=found_inf))
+        options = {key: value for key, value in rows.options.items() if key not in second.own}
+        measure = getattr(ops, rows.kernel.operation)
+        parts.append(measure(rows.params, rows.grads, *rows.states, **options, scale=rows.factor, found_inf=found_inf))
     squares = torch.cat([part.to(parts[-1].device) for part in parts])
     if norms is not None:
         squares = norms.at([place for rows in calls for place in rows.places], squares)
     for rows, mine in zip(calls, squares.split([len(rows.params) for rows in calls]), strict=True):
-        count, bounds = len(rows.params), (rows.options["lower"], rows.options["upper"])
-        rates = trust_rates(mine, [rows.options["lr"]] * count, [bounds] * count)
-        rates = rates.to(rows.params[0].device, torch.float32)
-        rule, (first, second) = _same(rows.options, "eps", "weight_decay"), rows.states
-        ops.lamb_apply(rows.params, first, second, rates, rows.outs, **rule, found_inf=found_inf)
+        rates = second.rates(mine, rows.options).to(rows.params[0].device, torch.float32)
+        options = chosen(rows.options, *second.shared)
+        getattr(ops, second.operation)(rows.params, *rows.states, rates, rows.outs, **options, found_inf=found_inf)

@@ -7,7 +7,7 @@ Note [Beside backward]
     agreed on the used parameters. Later backwards of the same step find their weights unchanged: the compute copies
     of unsharded parameters are written by the optimizer step, and gathering a bucket again after its background step
     raises. If backward fails, or no step follows, the model is partially stepped
-    (``OffloadManager.partially_stepped``) and can be neither stepped nor saved.
+    (``Offload.partially_stepped``) and can be neither stepped nor saved.
 
 Note [Edits before a step beside backward]
     A bucket whose compute copy user code has edited waits for the optimizer step, too, which keeps edits. On an
@@ -32,6 +32,7 @@ from torch import Tensor
 
 from lt_zero.common import accelerator
 from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.offload_manager import OffloadManager
 from lt_zero.offload.background import Job
 from lt_zero.step.fused_step import FusedStep, Part
 from lt_zero.step.param_groups import ShardedParamGroups, StepParam
@@ -73,7 +74,7 @@ class Overlap:
 
     def __init__(self, fragments: ShardedParamGroups, fused: FusedStep | None, grads: ReducedGrads) -> None:
         self._fragments, self._fused, self._grads = fragments, fused, grads
-        self._engine, self._offload_manager = fragments.engine, fragments.engine.offload_manager
+        self._engine, self._offload = fragments.engine, fragments.engine.offload_manager
         self._early: dict[Bucket, int] = {}  # stepped beside the last backward -> ``GradAccumulator.changes`` then
         self._backwards = 0  # ``Engine.backwards`` after that backward
         self.early: set[Bucket] = set()  # buckets of the running step that were stepped beside backward
@@ -94,13 +95,14 @@ class Overlap:
         """
         # If no step followed the last backward, the engine stays partially stepped, and the next check says so.
         self._end_early()
-        if not self._can_begin():
+        manager = self._stepping_manager()
+        if manager is None or not self._can_begin():
             yield
             return
         reducer = self._engine.reducer
         reducer.on_reduced = self._landed
         try:
-            with self._offload_manager.streaming():
+            with manager.streaming():
                 yield
         except BaseException:
             self._end_early()
@@ -112,9 +114,14 @@ class Overlap:
                 # Backward is over, so later forwards may gather the bucket again.
                 bucket.stepped_early = False
 
+    def _stepping_manager(self) -> OffloadManager | None:
+        """The manager with a background thread; None: there is no thread."""
+        offload = self._offload
+        return offload if isinstance(offload, OffloadManager) and offload.background is not None else None
+
     def _can_begin(self) -> bool:
-        fused, manager = self._fused, self._offload_manager
-        if manager.partially_stepped or manager.background is None or fused is None:
+        fused = self._fused
+        if self._offload.partially_stepped or fused is None:
             return False
         if self._grads.loss_scale != 1.0 or not self._engine.reducer.sync:
             return False
@@ -148,9 +155,7 @@ class Overlap:
             self._stepped_digests[bucket] = bucket.edits.differs()
         bucket.stepped_early = True
         names = ", ".join(repr(bucket.name) for bucket in list(self._early)[:3])
-        self._offload_manager.partially_stepped = (
-            f"{len(self._early)} of {len(self._engine.buckets)} buckets ({names}, ...)"
-        )
+        self._offload.partially_stepped = f"{len(self._early)} of {len(self._engine.buckets)} buckets ({names}, ...)"
         limit = _WAITING if bucket.grads.streamed else None
         self._submit(bucket, lambda: self._step_early(bucket, parts), None, limit)
         return True
@@ -192,9 +197,9 @@ class Overlap:
         if self.early and same and not problem and self._backwards == self._engine.backwards:
             assert self._fused is not None
             if self._fused.has_same_groups():
-                self._offload_manager.partially_stepped = ""
-        if self._offload_manager.overlaps:
-            self._offload_manager.refuse_partially_stepped(self._engine.world, problem)
+                self._offload.partially_stepped = ""
+        if self._offload.overlaps:
+            self._offload.refuse_partially_stepped(self._engine.world, problem)
         return self.early
 
     def _end_early(self) -> set[Bucket]:
@@ -213,8 +218,8 @@ class Overlap:
         None instead of a plan: the thread only publishes, because the bucket is in ``early``, or because this rank has
         to move states first.
         """
-        fused, manager = self._fused, self._offload_manager
-        if fused is None or manager.background is None or manager.how.overlap_step is not True:
+        fused, manager = self._fused, self._stepping_manager()
+        if fused is None or manager is None or manager.how.overlap_step is not True:
             return {}
         taken = fused.takes(b for b in used if b.offloaded and fused.steps_alone(b))
         plans: dict[Bucket, list[Part] | None] = {}
@@ -242,13 +247,14 @@ class Overlap:
     def _submit(
         self, bucket: Bucket, step: Callable[[], None], publish: Callable[[], object] | None, limit: int | None
     ) -> None:
-        background = self._offload_manager.background
-        assert background is not None
+        manager = self._stepping_manager()
+        assert manager is not None
+        assert manager.background is not None
         bucket.weights.copy.note_readers()
         bucket.edits.pause()
-        job = Job(step, bucket.stores_of_step, publish, self._offload_manager.note)
+        job = Job(step, bucket.stores_of_step, publish, manager.note)
         bucket.hand_over(job)
-        background.hand_over(job, limit)
+        manager.background.hand_over(job, limit)
 
     # ---- after a step ------------------------------------------------------------------------------------------
 
@@ -263,5 +269,5 @@ class Overlap:
 
     def forget_states(self) -> None:
         """Make the next step no background step, as it moves states, which were loaded, to the bucket stores."""
-        self._steady, self._offload_manager.partially_stepped = {}, ""
+        self._steady, self._offload.partially_stepped = {}, ""
         self._end_early()

@@ -18,7 +18,7 @@ from lt_zero import ops
 from lt_zero.comm.shard_group import ShardGroup, combine_rows
 from lt_zero.common.compat import without_grad
 from lt_zero.common.norms import VectorNorm
-from lt_zero.common.timing import phased
+from lt_zero.common.phases import phased
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.grad_accumulator import Products
 from lt_zero.engine.layout import ALIGN

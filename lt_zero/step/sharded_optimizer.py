@@ -37,8 +37,7 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.inplace_edits import check_all
 from lt_zero.engine.layout import Piece
 from lt_zero.io.thread_pool import SwapError
-from lt_zero.optim.exchanging import ExchangingOptimizer
-from lt_zero.optim.lamb import Lamb
+from lt_zero.optim.spec import ExchangingOptimizer, NormedOptimizer
 from lt_zero.step.full_norms import FullNorms
 from lt_zero.step.fused_step import FusedStep, Part
 from lt_zero.step.loaded_states import LoadedStates
@@ -156,7 +155,7 @@ class ShardedOptimizer(ProcessLocal):
         engine.same_on_ranks.begin(self.options)
         manager = engine.offload_manager
         whole = engine.config.zero_optimization.shard_along == "parameter" or not engine.sharded_optim
-        divided = engine.sharded_optim or manager.optim is not None or engine.has_groups
+        divided = engine.sharded_optim or manager.streams or engine.has_groups
         elementwise = engine.config.zero_optimization.optimizer_is_elementwise
         gather = partial(engine.peers.host_gather, name=f"trials of {type(optimizer).__name__}")
         check_supported(optimizer, divided, whole, elementwise, gather)
@@ -166,14 +165,13 @@ class ShardedOptimizer(ProcessLocal):
         check_moments(optimizer, engine.policy.moments)
         if engine.policy.stochastic:
             check_rounding(optimizer)
-        if manager.optim is not None:
+        if manager.streams:
             manager.require(engine.world, states_per_element(optimizer))
         engine.begin_training()
         self.engine, self.optimizer = engine, optimizer
         self.found_inf: Tensor | None = None  # 0D fp32: the kernel skips the step if it is not zero
         self.before_state_dict: Callable[[], object] = lambda: None  # waits for the outcome of the last step
         self.by_bucket = False  # the caller of ``state_dict`` reads stored states bucket by bucket
-        self._may_fail = manager.has_files or manager.overlaps  # on some rank
         self._depth = 0  # nested calls of step
         self._entered = 0  # ``Engine.backwards`` when the running step began
         self._staging = False  # the optimizer steps a single bucket now
@@ -182,7 +180,7 @@ class ShardedOptimizer(ProcessLocal):
         self._torch: list[BucketStep] = []  # what the optimizer's own ``step`` updates now
         self._told = False
         self._norms: FullNorms | None = None  # set if the optimizer's step is collective
-        if isinstance(optimizer, Lamb):
+        if isinstance(optimizer, NormedOptimizer):
             self._norms = FullNorms(engine.device)
             optimizer.combine(self._norms, self._norms.maxima)
         engine.exchange.connect(optimizer, self.fragments)
@@ -340,8 +338,7 @@ class ShardedOptimizer(ProcessLocal):
             if not step.idle:
                 self._step_kernel([step])
                 step.bucket.weights.refresh()
-        if self._may_fail:
-            self.engine.offload_manager.check(self.engine.world, "states in files")
+        self.engine.offload_manager.check(self.engine.world, "states in files")
         self._step_kernel(steps[StepPath.KERNEL], self.found_inf)
         self.fragments.drop({step.bucket for step in plan if step.path not in (StepPath.STAGED, StepPath.TORCH)})
         if (steps[StepPath.STAGED] or steps[StepPath.TORCH]) and not self._told:

@@ -16,9 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lt_zero.common.compat import is_initialized, without_torch_function
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.users_code import warn
-from lt_zero.optim.exchanging import ExchangingOptimizer
-from lt_zero.optim.lamb import Lamb
 from lt_zero.optim.registry import is_known
+from lt_zero.optim.spec import ExchangingOptimizer, NormedOptimizer
 from lt_zero.step.optimizer_trial import Division, division_of, states_of
 
 ELEMENTWISE = "zero_optimization.optimizer_is_elementwise"
@@ -85,8 +84,7 @@ def check_supported(
         raise TypeError(f"{name} evaluates its closure several times per step, which ZeRO does not support. Use AdamW.")
     if "SparseAdam" in names:
         raise TypeError(f"{name} needs sparse gradients; ZeRO reduces dense buckets. Use Adam and sparse=False.")
-    # Lamb asks for the norms of full parameters, so it may get fragments.
-    if not sharded or isinstance(optimizer, Lamb):
+    if not sharded or isinstance(optimizer, NormedOptimizer):
         return
     if names & _WHOLE and not whole:
         ours = "lt_zero.optim.Lamb" if names & {"Lamb", "LAMB"} else "stage 0"
@@ -162,7 +160,7 @@ def check_parts(optimizer: Optimizer, parts: Mapping[int, str], elementwise: boo
     """
     groups = [group for group in optimizer.param_groups if group.get("use_muon", True)]  # lt_zero.optim.Muon's others
     found = next((parts[id(p)] for group in groups for p in group["params"] if id(p) in parts), None)
-    if found is None or isinstance(optimizer, Lamb):
+    if found is None or isinstance(optimizer, NormedOptimizer):
         return
     names = {cls.__name__ for cls in type(optimizer).__mro__}
     name = type(optimizer).__name__

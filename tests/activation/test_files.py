@@ -15,7 +15,8 @@ from lt_zero.io import direct_file
 from lt_zero.io.swap_file import SwapFile
 from lt_zero.io.thread_pool import SwapError, Transfer
 from lt_zero.offload import host_store
-from lt_zero.offload.copy_streams import CopyEvent, CopyStream
+from lt_zero.offload.copy_streams import CopyStream
+from lt_zero.offload.store import CopyEvent
 from tests.support.offload_tools import change
 from tests.support.store_tools import CPU, NBYTES, WIDTH, blocks, forward, gradients, opened, rows, same
 

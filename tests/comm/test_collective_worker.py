@@ -8,8 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from lt_zero.comm.collective_worker import CollectiveWorker
-from lt_zero.comm.work import CollectiveMonitor, WorkList
+from lt_zero.comm.work import CollectiveMonitor, CollectiveWorker, WorkList
 
 
 def test_procedures_run_in_the_order_of_their_launches_beside_the_caller() -> None:

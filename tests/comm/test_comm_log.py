@@ -155,7 +155,7 @@ def test_compressed_collectives_show_what_they_save(pool: Pool) -> None:
 
 
 def _delayed(seconds: float) -> Any:
-    world = World.join(torch.device("cpu"), records=True)
+    world = World.join(torch.device("cpu"), new_log=CommLog)
     group, log = ShardGroup.of_all(world), world.log
     assert isinstance(log, CommLog)
     log.configure(CommsLogger(enabled=True, debug=True))
@@ -240,7 +240,7 @@ def test_keys_that_are_not_enabled_are_told(block: str) -> None:
 
 def test_off_costs_nothing() -> None:
     strategy = ZeroStrategy()
-    assert not strategy.monitor.records_collectives
+    assert strategy.monitor.new_log is None
     assert type(World(None, torch.device("cpu")).log) is Unlogged
     assert strategy.monitor.flops is None
     with pytest.raises(RuntimeError, match="comms_logger.enabled: true"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lt_zero.comm.point_to_point import PointToPoint
+from lt_zero.comm.point_to_point import PointToPoint, transfers_over
 from lt_zero.comm.world import World
 from tests.support.lightning_tools import quick
 from tests.support.pool import Pool
@@ -17,7 +17,7 @@ from tests.support.pool import Pool
 def _world() -> tuple[World, PointToPoint, int]:
     with quick():
         world = World.join(torch.device("cpu"))
-    transfers = world.point_to_point(world.new_group(None, closes=True))
+    transfers = transfers_over(world.new_group(None, closes=True), world)
     assert transfers is not None
     dist.barrier()  # both have the connections: a rank that fails closes its own
     return world, transfers, 1 - dist.get_rank()

@@ -244,7 +244,7 @@ def test_a_device_has_its_number_everywhere(monkeypatch: pytest.MonkeyPatch) -> 
         seen.append(device)
         raise ZeroDivisionError  # there is no such device here
 
-    monkeypatch.setattr("lt_zero.build.open_offload_manager", note)
+    monkeypatch.setattr("lt_zero.build.open_offload", note)
     with pytest.raises(ZeroDivisionError):
         lt_zero.shard(Net(), config_of(0), torch.device("cuda"), group=single)
     assert seen == [torch.device("cuda", 3)]

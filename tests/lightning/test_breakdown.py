@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from lt_zero import ZeroStrategy
 from lt_zero.common import accelerator
 from lt_zero.common import timing as clocks
-from lt_zero.common.timing import PARTS, STAGES
+from lt_zero.common.phases import PARTS, STAGES, running_clock
 from lt_zero.io import direct_file
 from lt_zero.lightning.monitor import breakdown
 from lt_zero.lightning.monitor.breakdown import EVERY, memory_now
@@ -229,7 +229,7 @@ def test_a_failed_run_leaves_no_clock_and_no_time_to_the_next(passes: Any) -> No
     model = Failing(passes)
     with pytest.raises(ZeroDivisionError):
         fit(model, dict(CLOCK))
-    assert clocks._running is None
+    assert running_clock() is None
     text, _ = fit(model, dict(CLOCK), limit_train_batches=1, limit_val_batches=0)
     (line,) = parsed(text)
     assert line == {"at": 1, "steps": 1, **expected(forward=60, backward=40, step=11)}
@@ -247,7 +247,7 @@ def test_off_there_is_nothing(passes: Any) -> None:
     assert "ms per step" not in text
     assert "Memory in" not in text
     assert not logger.seen
-    assert clocks._running is None
+    assert running_clock() is None
 
 
 # ---- times, really -------------------------------------------------------------------------------------------------

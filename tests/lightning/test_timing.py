@@ -11,7 +11,8 @@ import torch
 
 from lt_zero.common import accelerator
 from lt_zero.common import timing as clocks
-from lt_zero.common.timing import NOTHING, Clock, phase, phased, unit_range
+from lt_zero.common.phases import NOTHING, phase, phased, unit_range
+from lt_zero.common.timing import Clock
 from tests.support.fake_time import Time
 
 CPU = torch.device("cpu")

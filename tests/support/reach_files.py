@@ -59,7 +59,7 @@ def pinned(lab: Lab, config: Config) -> Any:
         mock.patch.object(offload_manager, "HostLink", link),
         mock.patch.object(host_store, "host_buffer", buffer),
     ):
-        manager = offload_manager.open_offload_manager(engine.world, engine.buckets, made, torch.device("cuda"))
+        manager = offload_manager.open_offload(engine.world, engine.buckets, made, torch.device("cuda"))
         assert manager.host_link is not None
         host_store.host_place(manager.host_link).store("weights", 1, torch.float32).overwrite()
     return asked

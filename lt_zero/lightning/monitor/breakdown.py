@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from lt_zero.common import accelerator
 from lt_zero.common.compat import logged_step
 from lt_zero.common.console import RunConsole
+from lt_zero.common.phases import NOTHING, PARTS, STAGES, TimedSpan, phase
 from lt_zero.common.tables import show
-from lt_zero.common.timing import NOTHING, PARTS, STAGES, Clock, TimedSpan, Times, phase
+from lt_zero.common.timing import Clock, Times
 from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.monitor.printing import print_line
 from lt_zero.lightning.monitor.step_metrics import RunObserver, is_due
@@ -36,7 +37,7 @@ class StepClock(RunObserver):
     They cover the steps since the last line.
 
     * ``total``: from the end of one optimizer step to the end of the next, over all micro-batches, without validation.
-      It is the sum of ``forward``, ``backward``, ``step`` and ``rest`` (timing.py, Note [Stages and parts]).
+      It is the sum of ``forward``, ``backward``, ``step`` and ``rest`` (phases.py, Note [Stages and parts]).
     * ``gather_wait``, ``reduce_wait``, ``offload_wait``: parts of those. ``clip``, ``publish``: parts of ``step``.
     * the slowest rank: the one with the most time outside of gather, reduce and publish. Waits in collectives of
       others, such as Lightning's at the end of a batch, are not subtracted. With several ranks it is logged as

@@ -31,10 +31,10 @@ from lt_zero.common.errors import Path
 from lt_zero.common.fields import thawed
 from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.output import Lenient
+from lt_zero.common.phases import phase
 from lt_zero.common.progress_bar import set_local_rank
 from lt_zero.common.tables import show
 from lt_zero.common.tensor_tree import rows_of
-from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.document import masked
 from lt_zero.lightning.model_report import memory_report
@@ -96,9 +96,9 @@ class RunMonitor:
         set_local_rank(local_rank)  # spawned processes do not have it in their environment
 
     @property
-    def records_collectives(self) -> bool:
-        """True if ``comms_logger`` is enabled."""
-        return self._config.comms_logger.enabled
+    def new_log(self) -> type[CommLog] | None:
+        """The log of collectives of ``comms_logger``; None: it is off."""
+        return CommLog if self._config.comms_logger.enabled else None
 
     def record(self, world: World, new: bool) -> None:
         """Start recording the collectives of a run; ``new``: the process groups were just made."""

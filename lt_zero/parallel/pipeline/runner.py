@@ -40,7 +40,7 @@ from torch.distributed.pipelining import (
     schedules,
 )
 
-from lt_zero.comm.point_to_point import watched
+from lt_zero.comm.point_to_point import transfers_over, watched
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common import accelerator
 from lt_zero.common.errors import add_note
@@ -114,7 +114,7 @@ class Runner(ProcessLocal):
         self._schedules: OrderedDict[Signature, Any] = OrderedDict()
         self.batch = _Batch([], None, 1.0, None, False)
         self._buckets = {stage: self._buckets_of(stage) for stage in self._position.own}
-        self.transfers = engine.world.point_to_point(group)
+        self.transfers = transfers_over(group, engine.world)
         self._owed = 0  # losses whose backward is to come
         self._checked = False  # the factor of a loss, on a GPU, where that waits for it
 
