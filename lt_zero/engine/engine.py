@@ -88,13 +88,12 @@ from lt_zero.common.phases import NOTHING, TimedSpan, UnitRanges, phase, unit_ra
 from lt_zero.common.tensor_tree import iter_tensors
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
-from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.bucket import Bucket, digest_of
 from lt_zero.engine.buffers import BufferSync
 from lt_zero.engine.exchange import GradientExchange
 from lt_zero.engine.gather import Call, Gatherer, Residency, Unit
 from lt_zero.engine.grad_reducer import GradReducer
 from lt_zero.engine.guard import shares_storage
-from lt_zero.engine.inplace_edits import digest_of
 from lt_zero.engine.offload import Offload
 from lt_zero.engine.partition import EnginePlan
 from lt_zero.engine.parts import Parts, Unjoined

@@ -13,11 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-from lt_zero.comm.compression import CompressionPlan
 from lt_zero.common.codec import Codec
 from lt_zero.common.moment_form import MomentForm, PlainMoments
 from lt_zero.config import ZeroConfig
@@ -28,6 +27,16 @@ from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts
 from lt_zero.engine.weight_rounding import NEAREST, WeightRounding
 
 DEVICE, HOST, NVME = "device", "host", "nvme"
+
+
+class EncodedReduction(Protocol):
+    """The plan of a reduction that sends codes, as forecasts read it."""
+
+    def crossing_nbytes(self, numel: int, everywhere: bool) -> float:
+        """Bytes that a node sends to others for ``numel`` elements; ``everywhere``: all ranks need all sums."""
+
+    def scratch_nbytes(self, numel: int, itemsize: int) -> int:
+        """Bytes of copies, codes and sums for ``numel`` elements, at most."""
 
 
 class Codecs(NamedTuple):
@@ -45,7 +54,7 @@ class Codecs(NamedTuple):
     gathers: Codec | None = None
     gathers_frozen: Codec | None = None
     rests: Codec | None = None
-    reductions: CompressionPlan | None = None
+    reductions: EncodedReduction | None = None
 
     def sent(self, trains: bool) -> Codec | None:
         """The codec of gathers of sharded weights from their owners; None: they are sent as they are."""

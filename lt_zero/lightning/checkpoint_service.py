@@ -60,6 +60,7 @@ from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.plain_names import names_of
 from lt_zero.common.progress_bar import progress_bar
+from lt_zero.engine.averaged_weights import average_of
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.lazy_tensor import LazyTensor, read_now
@@ -79,7 +80,6 @@ from lt_zero.session.checkpoints import (
     trained_beside,
     weights_to_save,
 )
-from lt_zero.step.average import average_of
 
 _HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 _HPARAMS_TYPE = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE

@@ -29,13 +29,13 @@ from lt_zero.common.console import RunConsole
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
+from lt_zero.engine.averaged_weights import average_of
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import owns_all, restore_whole, take_over_assigned, was_converted
 from lt_zero.engine.guard import owner_of
 from lt_zero.lightning.model_report import dtype_table, has_one_dtype, unit_table
 from lt_zero.lightning.precision import sharded_of
 from lt_zero.session.session import Session
-from lt_zero.step.average import average_of
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 

@@ -45,9 +45,9 @@ from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config import ZeroConfig
+from lt_zero.engine.averaged_weights import average_of
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.whole_model import full_state_dict
-from lt_zero.step.average import average_of
 from lt_zero.step.loss_scale import LossScaleController
 
 log = logging.getLogger("lt_zero")

@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lt_zero.common import plain_names
 from lt_zero.common.compat import clean_name
-from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.averaged_weights import AveragedWeights
+from lt_zero.engine.bucket import Bucket, digest_of
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import sync_buffers
-from lt_zero.engine.inplace_edits import digest_of
 from lt_zero.engine.lazy_tensor import elements_of
 from lt_zero.offload.store import Store
 
@@ -37,14 +38,13 @@ from lt_zero.offload.store import Store
 _EMA, _TRAINED = "ema", "trained"
 
 
-class WeightAverage:
+class WeightAverage(AveragedWeights):
     """The average of an engine's trained weights, and of floating-point buffers (of rank 0).
 
     Args:
         engine: of the model; ``average_of`` finds this object until ``close``.
 
     Attributes:
-        updates: so many weights were averaged; 0: there is no average yet.
         swapped: the model has the averages now. See Note [Averages in use].
         finished: for good. See Note [After training].
 
@@ -66,8 +66,8 @@ class WeightAverage:
     def _named_buffers(self) -> dict[str, Tensor]:
         return dict(plain_names.named_buffers(self._engine.root))
 
+    @override
     def averages(self, bucket: Bucket) -> Store | None:
-        """The averages of this rank's weights of ``bucket``; None if it was never trained while there were averages."""
         return bucket.beside.get(_EMA)
 
     @torch.no_grad()
@@ -138,9 +138,9 @@ class WeightAverage:
             bucket.weights.refresh()
         bucket.put_away()
 
+    @override
     @contextmanager
     def showing(self, averaged: bool) -> Iterator[None]:
-        """Context in which the model has the averages, or else the weights. Collective."""
         if averaged == self.swapped:
             yield
             return
@@ -163,8 +163,8 @@ class WeightAverage:
             bucket.put_away()
         return found
 
+    @override
     def drop_if_outdated(self) -> None:
-        """Drop the trained weights if the model got others after training. Collective."""
         if not (self.finished and self.swapped):
             return
         engine = self._engine
@@ -176,8 +176,8 @@ class WeightAverage:
         if changed.item():
             self.close()
 
+    @override
     def end(self) -> None:
-        """``close`` with the weights in the model, or, after training, with the averages. Collective."""
         if self.swapped and not self.finished:
             self.swap()
         self.close()
@@ -195,21 +195,21 @@ class WeightAverage:
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
+    @override
     def rows(self, bucket: Bucket, averaged: bool) -> Callable[[], Tensor] | None:
-        """The function that reads this rank's averages (1D, as ``shard``), or its weights; None: the model has them."""
         if (averages := self.averages(bucket)) is None:
             return None
         if (trained := bucket.beside.get(_TRAINED)) is not None:
             return averages.read if averaged else trained.read
         return averages.read if averaged != self.swapped else None
 
+    @override
     def buffers(self, averaged: bool) -> dict[str, Tensor]:
-        """Buffers of the other kind than the model has now; {} for those that it has."""
         return {} if averaged == self.swapped else dict(self._buffers)
 
+    @override
     @torch.no_grad()
     def load(self, state: Mapping[str, Any], updates: int) -> None:
-        """Take averages from a state dict of full tensors, which may be read on demand. Not collective."""
         state = {clean_name(name): value for name, value in state.items()}
         for bucket in self._buckets():
             specs = [span.spec for span in bucket.layout.spans]
@@ -232,8 +232,3 @@ class WeightAverage:
 def _add(bucket: Bucket) -> Store:
     """A new store of averages. In 16 bits they would lose small updates, so they are in fp32 at least."""
     return bucket.add_beside(_EMA, torch.promote_types(bucket.weights.precision, torch.float32))
-
-
-def average_of(engine: Engine) -> WeightAverage | None:
-    """The average of the engine's weights, if there is one."""
-    return next((handle for handle in engine.handles if isinstance(handle, WeightAverage)), None)

@@ -32,9 +32,8 @@ from lt_zero.common.arguments import expect
 from lt_zero.common.compat import bare_step, version_of, without_grad
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.moment_form import stored_part
-from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.bucket import Bucket, check_all
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.inplace_edits import check_all
 from lt_zero.engine.layout import Piece
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.optim.spec import ExchangingOptimizer, NormedOptimizer

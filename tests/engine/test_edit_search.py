@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import lt_zero
 from lt_zero import ZeroConfig
 from lt_zero.config.precision import dtype_policy
-from lt_zero.engine import inplace_edits
+from lt_zero.engine.bucket import InplaceEdits
 from lt_zero.step import sharded_optimizer
 from tests.support.parity import full_values
 from tests.support.simulated_device import machine
@@ -59,7 +59,7 @@ def _counted() -> Iterator[Bytes]:
 
         return call
 
-    edits = inplace_edits.InplaceEdits
+    edits = InplaceEdits
     places = [(edits, "check"), (edits, "note"), (edits, "seen"), (sharded_optimizer, "check_all")]
     with ExitStack() as stack:
         for owner, name in places:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import lt_zero
 from lt_zero import EMA
-from lt_zero.step.average import average_of
+from lt_zero.engine.averaged_weights import average_of
 from tests.support.lightning_tools import GPT, QUIET, sharded_trainer, single_trainer
 from tests.support.matrix import only_rows
 from tests.support.pool import Pool

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
+from lt_zero.engine.averaged_weights import average_of
 from lt_zero.planning.check import measured
 from lt_zero.planning.forecast import MOMENTS
-from lt_zero.step.average import WeightAverage, average_of
+from lt_zero.step.average import WeightAverage
 from tests.support.models import Net, next_token_loss
 from tests.support.offload_runs import blocks
 from tests.support.parity import config_of, full_values

@@ -22,6 +22,7 @@ from lt_zero.common import plain_names
 from lt_zero.common.moment_form import PlainMoments
 from lt_zero.common.names import merged
 from lt_zero.common.progress_bar import progress_bar
+from lt_zero.engine.averaged_weights import average_of
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import gather_own, joined, refuse_parts
@@ -29,7 +30,6 @@ from lt_zero.engine.layout import Piece
 from lt_zero.engine.lazy_tensor import Fragment, LazyTensor, elements_of, whole
 from lt_zero.engine.whole_model import sent
 from lt_zero.offload.store import Store, put_away
-from lt_zero.step.average import average_of
 from lt_zero.step.param_groups import compare_options
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 

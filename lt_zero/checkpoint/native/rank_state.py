@@ -39,12 +39,12 @@ from lt_zero.common import plain_names
 from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.compat import clean_name
 from lt_zero.common.names import merged
+from lt_zero.engine.averaged_weights import average_of
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.buffers import digests
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.exchange import BucketResiduals
 from lt_zero.engine.lazy_tensor import Fragment, elements_of, whole
-from lt_zero.step.average import average_of
 
 RESIDUALS, RANK_BUFFERS = "gradient_compression", "rank_buffers"  # keys in a Lightning checkpoint
 _UNKNOWN = b""  # the digest of a value that cannot be pickled
