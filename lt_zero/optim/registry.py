@@ -24,6 +24,7 @@ from lt_zero.optim.muon import NS_METHODS, RATES, Muon
 from lt_zero.optim.onebit import BACKENDS, OneBitAdam, OneBitLamb
 from lt_zero.optim.params import Flag, Signature, choice, nullable, number, only, per_group, problem, several
 from lt_zero.optim.schedules import SCHEDULES
+from lt_zero.optim.spec import is_known
 from lt_zero.optim.zero_one import ZeroOneAdam
 
 
@@ -294,12 +295,6 @@ def _from_class(block: str, cls: type) -> Factory:
         text = "Its constructor has no readable signature. Build it in configure_optimizers."
         raise _wrong(block, cls.__qualname__, text) from error
     return Factory(signature, partial(_without, cls, ()), is_known(cls))
-
-
-def is_known(cls: type) -> bool:
-    """True if an optimizer or scheduler is torch's or lt_zero's."""
-    # Adafactor and Muon say that their module is torch.optim, the others a module inside of it.
-    return f"{cls.__module__}.".startswith(("torch.optim.", "lt_zero.optim."))
 
 
 def _imported(path: str) -> type:

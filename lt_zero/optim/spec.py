@@ -69,6 +69,12 @@ def kernel_of(cls: type[Optimizer]) -> Kernel | None:
     return found if isinstance(found, Kernel) else None
 
 
+def is_known(cls: type) -> bool:
+    """True if an optimizer or scheduler is torch's or lt_zero's."""
+    # Adafactor and Muon say that their module is torch.optim, the others a module inside of it.
+    return f"{cls.__module__}.".startswith(("torch.optim.", "lt_zero.optim."))
+
+
 def chosen(options: Options, *keys: str) -> Options:
     """Some of the options."""
     return {key: options[key] for key in keys}

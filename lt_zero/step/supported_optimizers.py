@@ -16,8 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lt_zero.common.compat import is_initialized, without_torch_function
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.users_code import warn
-from lt_zero.optim.registry import is_known
-from lt_zero.optim.spec import ExchangingOptimizer, NormedOptimizer
+from lt_zero.optim.spec import ExchangingOptimizer, NormedOptimizer, is_known
 from lt_zero.step.optimizer_trial import Division, division_of, states_of
 
 ELEMENTWISE = "zero_optimization.optimizer_is_elementwise"

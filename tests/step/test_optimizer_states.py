@@ -22,7 +22,7 @@ from lt_zero.loop.access import full_state, local_state, set_full_state, set_loc
 from lt_zero.offload import host_store
 from lt_zero.ops.moments import CodedMoments
 from lt_zero.optim import Lion
-from lt_zero.optim.registry import is_known
+from lt_zero.optim.spec import is_known
 from lt_zero.planning.check import measured
 from tests.support.checkpoint_tools import everything, resume
 from tests.support.lightning_tools import GPT, sharded_trainer
