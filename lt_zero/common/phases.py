@@ -48,7 +48,8 @@ _clock: PhaseClock | None = None  # see Note [One clock per process]
 def run_clock(clock: PhaseClock | None) -> PhaseClock | None:
     """Let ``clock`` count the phases from now on; returns the one that did."""
     global _clock
-    before, _clock = _clock, clock
+    before = _clock
+    _clock = clock
     return before
 
 

@@ -175,7 +175,8 @@ def open_offload(world: World, buckets: Sequence[Bucket], config: ZeroConfig, de
     Raises:
         SwapError: a path cannot be used.
     """
-    zero, apart = config.zero_optimization, is_apart(device)
+    zero = config.zero_optimization
+    apart = is_apart(device)
     optim, params = zero.offload_optimizer, zero.param_offload
     for name, block in (("offload_optimizer", optim), ("offload_param", params)):
         if block.device == "cpu" and not apart:

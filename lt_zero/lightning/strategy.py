@@ -239,7 +239,8 @@ class ZeroStrategy(RunQueries):
         if self.lightning_module is not None:  # else the caller wants the process group before there is a run
             self.monitor.attach(self._module.trainer, self.global_rank, self.local_rank)
         self.session.loss_scale = self.precision_plugin.loss_scale_controller
-        new_log, first = self.monitor.new_log, partial(self.monitor.record, new=True)
+        new_log = self.monitor.new_log
+        first = partial(self.monitor.record, new=True)
         if not self.session.join(self.config, self.root_device, self._group_timeout, self._node_rank, new_log, first):
             self.monitor.record(self.session.world, new=False)
         self.checkpoints.begin_run()

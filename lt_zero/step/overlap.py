@@ -74,7 +74,8 @@ class Overlap:
 
     def __init__(self, fragments: ShardedParamGroups, fused: FusedStep | None, grads: ReducedGrads) -> None:
         self._fragments, self._fused, self._grads = fragments, fused, grads
-        self._engine, self._offload = fragments.engine, fragments.engine.offload_manager
+        self._engine = fragments.engine
+        self._offload = fragments.engine.offload_manager
         self._early: dict[Bucket, int] = {}  # stepped beside the last backward -> ``GradAccumulator.changes`` then
         self._backwards = 0  # ``Engine.backwards`` after that backward
         self.early: set[Bucket] = set()  # buckets of the running step that were stepped beside backward
@@ -218,7 +219,8 @@ class Overlap:
         None instead of a plan: the thread only publishes, because the bucket is in ``early``, or because this rank has
         to move states first.
         """
-        fused, manager = self._fused, self._stepping_manager()
+        fused = self._fused
+        manager = self._stepping_manager()
         if fused is None or manager is None or manager.how.overlap_step is not True:
             return {}
         taken = fused.takes(b for b in used if b.offloaded and fused.steps_alone(b))
@@ -269,5 +271,6 @@ class Overlap:
 
     def forget_states(self) -> None:
         """Make the next step no background step, as it moves states, which were loaded, to the bucket stores."""
-        self._steady, self._offload.partially_stepped = {}, ""
+        self._steady = {}
+        self._offload.partially_stepped = ""
         self._end_early()
