@@ -15,10 +15,11 @@ import lt_zero
 
 ROOT = Path(lt_zero.__file__).parent
 FLOORS = (
-    {"common", "config", "conf", "io", "ops", "optim"},
+    {"common", "conf", "io", "ops", "optim"},
     {"comm", "offload"},
     {"engine"},
     {"exchange", "step"},
+    {"config"},
     {"parallel"},
     {"activation", "attention", "checkpoint", "tiles"},
     {"planning"},

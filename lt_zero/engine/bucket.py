@@ -72,6 +72,10 @@ class Live:
     numel: int = 0
     in_flight: InFlight = field(default_factory=InFlight)
 
+    def add(self, numel: int) -> None:
+        """Count ``numel`` more elements, which may be negative."""
+        self.numel += numel
+
 
 class GatherStrategy:
     """Gathers the weights of the one bucket that it is made for. This class sends them as they are.
@@ -258,6 +262,14 @@ class Bucket:
         """The tensor of a parameter with this ``view`` of the flat tensor: with a storage of its own if that stays."""
         return with_own_storage(view) if self._storage is None else view
 
+    def begin_early_step(self) -> None:
+        """Note that it is stepped beside the running backward, in which no gather may follow."""
+        self.stepped_early = True
+
+    def end_early_step(self) -> None:
+        """Note that this backward is over."""
+        self.stepped_early = False
+
     # ---- residency ---------------------------------------------------------------------------------------------
 
     def launch_gather(self, exact: bool = False) -> None:
@@ -283,7 +295,7 @@ class Bucket:
             else:
                 self._launch()
         self.state = State.GATHERING
-        self.live.numel += self.counted
+        self.live.add(self.counted)
         self.live.in_flight.add(self.counted, 1)
 
     def _launch(self) -> tuple[Work, Store]:
@@ -356,7 +368,7 @@ class Bucket:
             self._hide()
             if self.weights.gather_source.streamed:
                 self._storage.await_readers()
-        self.live.numel -= self.counted
+        self.live.add(-self.counted)
         self._free()
 
     def _hide(self) -> None:

@@ -15,10 +15,9 @@ from lt_zero.common import accelerator
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.units import format_bytes
 from lt_zero.common.users_code import warn
-from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks import OffloadOptimizer
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.bucket_weights import NO_COPY
+from lt_zero.engine.options import EngineOptions, StatesOffload
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
 from lt_zero.io.pinned import return_large_blocks
 from lt_zero.io.thread_pool import SwapError
@@ -39,13 +38,14 @@ class OffloadManager:
     """Files, host link and background thread of one engine.
 
     Attributes:
+        how: states are offloaded.
         active: there are some; without them, and without ``others``, ``find_problem`` finds nothing.
     """
 
+    how: StatesOffload
     active: bool = False
     optim: NvmeFiles | None = None  # files of master weights, states and gradients
     params: NvmeFiles | None = None  # files of the weights that gathers read
-    how: OffloadOptimizer = OffloadOptimizer()
     background: Background | None = None
     overlaps: bool = False  # there is, or was, a background thread on some rank
     has_files: bool = False  # on some rank
@@ -101,10 +101,19 @@ class OffloadManager:
                     "zero_optimization.offload_optimizer.overlap_step=false."
                 )
 
+    def note_partially_stepped(self, buckets: str) -> None:
+        """Note that ``buckets`` are stepped in a backward, and the others are not yet."""
+        self.partially_stepped = buckets
+
+    def end_partially_stepped(self) -> None:
+        """Note that the others are stepped, too, or that all weights are replaced."""
+        self.partially_stepped = ""
+
     def accept_partially_stepped(self) -> None:
         """Go on with buckets that are a step ahead, if there are any, with a warning."""
         if self.partially_stepped:
-            ahead, self.partially_stepped = self.partially_stepped, ""
+            ahead = self.partially_stepped
+            self.end_partially_stepped()
             warn(f"Training goes on although the weights of {ahead} are a step ahead of the others: load a checkpoint.")
 
     def require(self, world: World, states: int) -> None:
@@ -160,9 +169,9 @@ class OffloadManager:
 
 
 def open_offload_manager(
-    world: World, buckets: Sequence[Bucket], config: ZeroConfig, device: torch.device
+    world: World, buckets: Sequence[Bucket], options: EngineOptions, device: torch.device
 ) -> OffloadManager:
-    """Say where the tensors of each bucket are kept, as the configuration offloads them.
+    """Say where the tensors of each bucket are kept, as the options say.
 
     Call it before ``Bucket.load_initial``. Collective over ``world``, some of whose ranks may have no buckets, or none
     that is offloaded.
@@ -170,21 +179,21 @@ def open_offload_manager(
     Raises:
         SwapError: a path cannot be used.
     """
-    zero, manager, apart = config.zero_optimization, OffloadManager(), is_apart(device)
-    optim, params = zero.offload_optimizer, zero.param_offload
+    optim, params = options.offload_states, options.offload_params
+    manager, apart = OffloadManager(optim), is_apart(device)
     for name, block in (("offload_optimizer", optim), ("offload_param", params)):
         if block.device == "cpu" and not apart:
             log.info("zero_optimization.%s.device=cpu has no effect: the model is on the CPU already", name)
     if (optim.device, params.device) == ("none", "none"):
         return manager
-    manager.active, manager.how = True, optim
-    pin = accelerator.is_accelerator(device) and optim.pin_memory and params.pin_memory
+    manager.active = True
+    pin = accelerator.is_accelerator(device) and options.pin_memory
     manager.has_files = bool(_TIERS.keys() & {optim.device, params.device})
     if manager.has_files:
         return_large_blocks()
         numels, moments = [b.shard.numel() for b in buckets], [b.moments for b in buckets]
         codec = next(filter(None, (b.storage.codecs.rests for b in buckets)), None)
-        files = (world.rank, config.aio, numels, moments, [b.storage.trains for b in buckets], codec)
+        files = (world.rank, options.files, numels, moments, [b.storage.trains for b in buckets], codec)
         with (
             world.agree("opening the folder for states", SwapError),
             progress_bar("Preparing the files of states in nvme_path"),

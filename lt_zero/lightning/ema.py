@@ -64,7 +64,8 @@ class EMA(pl.Callback):
         engine = trainer.strategy.engine
         self._average = WeightAverage(engine)
         saves = bool(trainer.checkpoint_callbacks)
-        check_optimizers(engine, trainer.optimizers, trainer.accumulate_grad_batches > 1, saves, averages=1)
+        accumulates = trainer.accumulate_grad_batches > 1
+        check_optimizers(engine, trainer.strategy.config, trainer.optimizers, accumulates, saves, averages=1)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

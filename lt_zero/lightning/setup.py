@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lt_zero.activation.checkpointing import installed
+from lt_zero.build import built_by
 from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
@@ -28,7 +29,7 @@ from lt_zero.common.compat import SignalOverride, log_graph_by
 from lt_zero.common.console import RunConsole
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
-from lt_zero.config.precision import DtypePolicy
+from lt_zero.engine.dtypes import DtypePolicy
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import owns_all, restore_whole, take_over_assigned, was_converted
 from lt_zero.engine.guard import owner_of
@@ -154,7 +155,7 @@ def find_engine(
     for engine in owners.values():
         if engine.world is not world:
             _check_end(engine.world, world)
-        same = engine.config == config and engine.policy == policy
+        same = built_by(engine) == config and engine.policy == policy
         mine = engine.root is module and (engine is last or same)
         reused = mine and len(owners) == 1 and owns_all(engine) and engine.world.reaches_all_of(world)
         average = average_of(engine)
@@ -240,7 +241,7 @@ def naming_idle_stage(module: pl.LightningModule, peers: ShardGroup) -> Iterator
 def shard_optimizers(run: RunSnapshot, trainer: pl.Trainer, schedules: Iterable[LRSchedulerConfig]) -> None:
     """``Session.add_optimizers`` with those of a Trainer, and hold their schedules. Collective."""
     accumulates, saves = trainer.accumulate_grad_batches > 1, bool(trainer.checkpoint_callbacks)
-    run.session.add_optimizers(run.engine, run.optimizers, accumulates, saves, leave_others=True)
+    run.session.add_optimizers(run.engine, run.config, run.optimizers, accumulates, saves, leave_others=True)
     numbers = {id(optimizer): number for number, optimizer in enumerate(run.optimizers)}
     for schedule in schedules:
         number = numbers.get(id(getattr(schedule.scheduler, "optimizer", None)), 0)

@@ -330,7 +330,7 @@ class ZeroStrategy(RunQueries):
         if known is None:
             set_up.show_model(self._engine, new=True)
             tell_ignored([] if fitting else ignored_keys(self.config), self.global_rank)
-        elif fitting and installed(known) is None and install(known) is not None:
+        elif fitting and installed(known) is None and install(known, self.config) is not None:
             set_up.show_model(known, new=False)
         set_up.skip_graphs(trainer, self._engine)
         plugin.engine, plugin.device_type = self._engine, self.root_device.type

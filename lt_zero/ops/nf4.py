@@ -147,5 +147,6 @@ def _padded(nbytes: int) -> int:
 
 
 NF4 = NormalFloat4()
-RESTING: Mapping[int, BlockCodec | NormalFloat4] = {8: INT8, 4: NF4}
+RestingCodec = BlockCodec | NormalFloat4
+RESTING: Mapping[int, RestingCodec] = {8: INT8, 4: NF4}
 """Codecs of weights that rest encoded, by bits."""

@@ -15,6 +15,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import PipelineParallel, ZeroOptimization
 from lt_zero.config.document import MISSING, Document, leaves
 from lt_zero.config.load import examine, plain, resolved
+from lt_zero.config.options import engine_options
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.partition import EnginePlan, plan_engine
 from lt_zero.engine.storage_plan import DEVICE, HOST
@@ -271,7 +272,8 @@ def _planned(engine: Engine, config: ZeroConfig) -> tuple[EnginePlan, PlannedGro
     wide = {parameter for bucket in engine.plan.buckets if bucket.is_wide for _, parameter in bucket.parameters}
     everyone = groups[engine.groups[0]]
     shards, specs = everyone.mesh.shards, engine.plan.parts
-    return plan_engine(engine.root, config, engine.policy, shards, specs, of, sizes, wide=wide), everyone
+    options = engine_options(config, engine.policy)
+    return plan_engine(engine.root, options, shards, specs, of, sizes, wide=wide), everyone
 
 
 def _resolved_sizes(made: ZeroConfig, config: ZeroConfig) -> ZeroOptimization:

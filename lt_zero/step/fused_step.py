@@ -477,7 +477,7 @@ class FusedStep:
             states = [part.run.rows(state, part.lo, part.hi) for state in part.run.states]
             calls[key].add(bucket, part.index, part.run.lo + part.lo, part.run.lo + part.hi, states, out)
         for bucket, target in targets.items():
-            bucket.weights.written = target is not None
+            bucket.weights.note_kernel(writes_copy=target is not None)
         try:
             if self._kernel.collective:
                 launch_lamb(list(calls.values()), norms, found_inf)
