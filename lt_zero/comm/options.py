@@ -20,7 +20,7 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RecordedCollectives:
-    """What a ``CommLog`` records.
+    """The collectives that a ``CommLog`` records.
 
     Attributes:
         operations: of ``OPERATIONS``.

@@ -133,7 +133,7 @@ def io_options(aio: Aio) -> IoOptions:
 
 
 def recorded_collectives(block: CommsLogger) -> RecordedCollectives:
-    """What a log of collectives records."""
+    """The collectives that a log records."""
     return RecordedCollectives(block.operations, block.debug, block.verbose)
 
 

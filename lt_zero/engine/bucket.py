@@ -205,7 +205,7 @@ class Bucket:
 
         Call it before ``load_initial``.
         """
-        self.places.step, self.places.gather = step, self.gathers.place(gather, self.group.device)
+        self.places.change(step, self.gathers.place(gather, self.group.device))
 
     @torch.no_grad()
     def load_initial(self, fetch: Callable[[list[Parameter]], Iterator[Tensor]]) -> None:

@@ -35,7 +35,7 @@ class LeafModules:
 
 @dataclass(frozen=True)
 class StatesOffload:
-    """Where master weights, optimizer states and accumulators are kept.
+    """Places of master weights, optimizer states and accumulators.
 
     Attributes:
         device: "none": on the device that computes.
@@ -58,7 +58,7 @@ class StatesOffload:
 
 @dataclass(frozen=True)
 class ParamsOffload:
-    """Where the weights that gathers read are kept.
+    """Places of the weights that gathers read.
 
     Attributes:
         device: "none": on the device that computes.
@@ -77,7 +77,7 @@ class ParamsOffload:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Everything by which an engine is planned and built. Sizes are in elements.
+    """All by which an engine is planned and built. Sizes are in elements.
 
     Attributes:
         dtypes: of weights, gradients, buffers and messages.
