@@ -302,7 +302,7 @@ class FabricZeroStrategy(DDPStrategy):
         return optimizer
 
     def _add(self, engine: Engine, optimizers: Sequence[Optimizer]) -> None:
-        self.session.add_optimizers(engine, self.config, optimizers)
+        self.session.add_optimizers(engine, optimizers)
         self.session.start_trial(engine, self.config, accumulation=1)
 
     def _stepped_by(self, optimizer: Optimizer, wanted: Engine | None = None) -> Engine:

@@ -241,7 +241,7 @@ def naming_idle_stage(module: pl.LightningModule, peers: ShardGroup) -> Iterator
 def shard_optimizers(run: RunSnapshot, trainer: pl.Trainer, schedules: Iterable[LRSchedulerConfig]) -> None:
     """``Session.add_optimizers`` with those of a Trainer, and hold their schedules. Collective."""
     accumulates, saves = trainer.accumulate_grad_batches > 1, bool(trainer.checkpoint_callbacks)
-    run.session.add_optimizers(run.engine, run.config, run.optimizers, accumulates, saves, leave_others=True)
+    run.session.add_optimizers(run.engine, run.optimizers, accumulates, saves, leave_others=True)
     numbers = {id(optimizer): number for number, optimizer in enumerate(run.optimizers)}
     for schedule in schedules:
         number = numbers.get(id(getattr(schedule.scheduler, "optimizer", None)), 0)

@@ -154,7 +154,7 @@ class TrainingEngine(EngineQueries):
             of_ranks = partial(self.session.peers.ask_all, name="parameters to train")
             optimizer = configured_optimizer(block, self.module, wanted, of_ranks)
         given, copies = [optimizer] if optimizer is not None else [], self._config.checkpoint.async_save
-        self.session.add_optimizers(self.engine, self._config, given, accumulates=self._gas > 1, saves=copies)
+        self.session.add_optimizers(self.engine, given, accumulates=self._gas > 1, saves=copies)
         if optimizer is None:
             return
         self.optimizer, self._sharded = optimizer, ShardedOptimizer.of(optimizer)

@@ -137,7 +137,7 @@ def check_optimizers(
 
     Args:
         engine: of the model.
-        config: of the run.
+        config: by which the engine was built.
         optimizers: the optimizers of the run.
         accumulates: several micro-batches per step.
         saves: whether checkpoints will be saved, which need buffers or copies.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lt_zero.build import shard
+from lt_zero.build import built_by, shard
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common.compat import replace_reentrant_checkpoints
@@ -264,7 +264,6 @@ class Session:
     def add_optimizers(
         self,
         engine: Engine,
-        config: ZeroConfig,
         optimizers: Iterable[Optimizer],
         accumulates: bool = False,
         saves: bool = True,
@@ -275,7 +274,6 @@ class Session:
         Prints the cost of a step with states on NVMe, if any.
 
         Args:
-            config: of the run.
             accumulates, saves: as for ``check_optimizers``.
             leave_others: leave those alone that step none of its parameters, unless steps are checked.
 
@@ -295,7 +293,7 @@ class Session:
                 self._shard_optimizer(engine, optimizer)
         taken = {id(p) for optimizer in given for group in optimizer.param_groups for p in group["params"]}
         beside = [s.optimizer for s in engine.optimizers if not any(id(p) in taken for p in s.parameters())]
-        check_optimizers(engine, config, [*beside, *given], accumulates, saves)  # not those of an earlier fit
+        check_optimizers(engine, built_by(engine), [*beside, *given], accumulates, saves)  # not those of an earlier fit
         self.loss_scale.start_watching(engine)
         line = engine.offload_manager.announce(engine.buckets, max(map(states_per_element, given)))
         if line and engine.world.rank == 0:
