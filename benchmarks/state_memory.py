@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ZeroConfig
+from lt_zero.build import built_by
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
 from lt_zero.offload import host_store
 from lt_zero.planning.check import RESTING, measured, setup_of
@@ -114,7 +115,7 @@ def measure(case: Case, width: int, depth: int, folder: str) -> dict[str, float]
     sharded = lt_zero.ShardedOptimizer(engine, optimizer)
     if case.place == "host":
         setup = replace(setup_of(engine, [optimizer], saves=False), device="cuda")
-        cast = forecast(engine.plan, engine.config, engine.policy, setup)
+        cast = forecast(engine.plan, built_by(engine), engine.policy, setup)
     rows = torch.randn(1, 16, width, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
     for _ in range(STEPS):
         model(rows).float().square().mean().backward()

@@ -36,18 +36,21 @@ from lt_zero.common.module_hooks import is_compiled_by_jit, no_hook
 from lt_zero.common.names import alone
 from lt_zero.common.progress_bar import ProgressBar, progress_bar
 from lt_zero.config import ZeroConfig
-from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
+from lt_zero.config.options import communication_options, engine_options, exchange_options, with_sizes
+from lt_zero.config.precision import dtype_policy, resolve_mode
 from lt_zero.config.rules import one_bit
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.compiled_blocks import compile_blocks
+from lt_zero.engine.dtypes import DtypePolicy
 from lt_zero.engine.engine import Engine, has_groups
-from lt_zero.engine.fp32_modules import Fp32Modules, find_fp32_modules, install_fp32_modules
+from lt_zero.engine.fp32_modules import Fp32Modules, install_fp32_modules
 from lt_zero.engine.full_params import use_outside
 from lt_zero.engine.gather import Unit, remedy
 from lt_zero.engine.guard import Owner, owner_of
 from lt_zero.engine.loading import install_load_hooks
 from lt_zero.engine.materialize import Materializer
 from lt_zero.engine.offload_manager import open_offload
+from lt_zero.engine.options import EngineOptions
 from lt_zero.engine.outside_steps import AutocastOutsideOfSteps
 from lt_zero.engine.partition import (
     BucketPlan,
@@ -56,14 +59,13 @@ from lt_zero.engine.partition import (
     warn_of_blocks,
     warn_of_padding,
     warn_of_wide_moments,
-    with_sizes,
 )
 from lt_zero.engine.parts import Parts, Unjoined
 from lt_zero.engine.same_on_ranks import Snapshot, compare, compare_models
 from lt_zero.engine.storage_plan import plan_storage
 from lt_zero.engine.weight_rounding import NEAREST, WeightRounding
 from lt_zero.exchange.choose import exchange_of, gathers_of
-from lt_zero.exchange.plan import plan_codecs, plan_exchange, plan_forms
+from lt_zero.exchange.plan import plan_codecs, plan_exchange
 from lt_zero.io.pinned import return_freed_memory
 from lt_zero.offload.host_store import is_apart
 from lt_zero.ops.library import missing
@@ -73,8 +75,12 @@ from lt_zero.tiles.huggingface import install as install_tiles
 
 log = logging.getLogger("lt_zero")
 
-# By which buckets are cut, and units gathered; of the model if they are "auto".
-_SIZES = "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size"
+_configs = weakref.WeakKeyDictionary[Engine, ZeroConfig]()
+
+
+def built_by(engine: Engine) -> ZeroConfig:
+    """The configuration that an engine was built by, with sizes for its model."""
+    return _configs[engine]
 
 
 @without_gc
@@ -129,7 +135,7 @@ def shard(
             f"device={device} is not the current device, {accelerator.default_device()}, whose streams torch uses: "
             f"call torch.accelerator.set_device_index({device.index}) first."
         )
-    group = group or ShardGroup.of_all(World.join(device, config))
+    group = group or ShardGroup.of_all(World.join(device, communication_options(config)))
     group.world.advise(remedy)
     # Inside, files are read and the user's modules initialised: an error of one rank is raised on all.
     with group.world.together("lt_zero.shard"):
@@ -153,8 +159,8 @@ def _shard(
     if config.quantize is not None and not training:
         # No wider values are kept beside the codes.
         policy = replace(policy, low_master=True)
-    zero = config.zero_optimization
-    groups = _groups_of(module, config, group, group_of)
+    options = engine_options(config, policy)
+    groups = _groups_of(module, options, group, group_of)
     apart = [p for p in module.parameters() if groups.get(p, group).size < group.size]
     wide = {p for p, of in groups.items() if not set(of.ranks) <= set(group.ranks)}
     compare_models(group, module, policy, apart)
@@ -171,8 +177,7 @@ def _shard(
             # Before the plan, since what is computed in tiles is one unit.
             undo.callback(install_tiles(module, config.long_sequences, group.world.rank).remove)
         _check_specs(module, specs)
-        forms = plan_forms(config, policy)
-        plan = plan_engine(module, config, policy, forms, group.mesh.shards, specs, groups, sizes, parts.gradient, wide)
+        plan = plan_engine(module, options, group.mesh.shards, specs, groups, sizes, parts.gradient, wide)
         _compare_wide(plan, groups)
         _check_whole(plan)
         _check_hooks(plan)
@@ -182,20 +187,20 @@ def _shard(
             # Check now, to raise before the module is changed.
             check_modules(module, config.activation_checkpointing, group)
         if group.world.rank == 0:
-            warn_of_padding(plan, zero, group.mesh.shards)
+            warn_of_padding(plan, options, group.mesh.shards)
             if config.quantize is not None:
                 warn_of_blocks(plan, config.quantize)
-            if training and forms.moments is not None:
-                warn_of_wide_moments(plan, forms.moments)
+            if training and options.moments is not None:
+                warn_of_wide_moments(plan, options.moments)
         check_build(plan, config, policy, group, training)
         if training and group.world.rank == 0:
             _tell_cost(plan, config, policy, group)
         if not config.compile.disable:
-            undo.callback(compile_blocks(module, config.compile, group).remove)
+            undo.callback(compile_blocks(module, config.compile.backend, config.compile.kwargs, group).remove)
         installed = undo.pop_all()
     if config.sparse_attention is not None:
         install_sparse_attention(module, config, group.world.rank)
-    engine = _build(module, device, plan, config, policy, group, groups, training, saved, parts)
+    engine = _build(module, device, plan, config, options, group, groups, training, saved, parts)
     engine.handles.append(_Undo(installed))
     return engine
 
@@ -225,7 +230,7 @@ def _build(
     device: torch.device,
     plan: EnginePlan,
     config: ZeroConfig,
-    policy: DtypePolicy,
+    options: EngineOptions,
     group: ShardGroup,
     groups: Mapping[nn.Parameter, ShardGroup],
     training: bool,
@@ -240,28 +245,39 @@ def _build(
 
     materializer, world = Materializer(module, device, saved, parts), group.world
     of_bucket = {bucket: groups.get(bucket.parameters[0][1], group) for bucket in plan.buckets}
-    planned = plan_exchange(config, plan, policy, group)
-    codecs = partial(plan_codecs, config, planned, training)
+    policy = options.dtypes
+    planned = plan_exchange(exchange_options(config), plan, policy.check_overflow, group)
+    codecs = partial(plan_codecs, planned, options.resting, training)
     rounding = _rounding_of(policy, world)
-    storage = plan_storage(plan, config, policy, group, is_apart(device), codecs, training, rounding)
-    exchange = exchange_of(planned, config, plan, group, of_bucket.values())
+    storage = plan_storage(plan, options, group, is_apart(device), codecs, training, rounding)
+    exchange = exchange_of(planned, plan, group, of_bucket.values())
     shared = owner, deque[Bucket]()
     made = {b: Bucket(b, storage[b], its, gathers_of(storage[b]), *shared) for b, its in of_bucket.items()}
-    offload_manager = open_offload(world, list(made.values()), config, device)
+    offload_manager = open_offload(world, list(made.values()), options, device)
     with progress_bar(f"Sharding {len(plan.units)} units ({len(made)} buckets)", len(made), rank=world.rank) as work:
         units, root = _move_in(plan, made, materializer, work)
         materializer.fill_buffers()
     if policy.buffers is not None:
         names = config.data_types.keep_in_fp32_modules if policy.low or policy.compute is None else ()
         _cast_buffers(module, policy.buffers, plan.fp32_modules, names)
-    distinct = list(dict.fromkeys([group, *groups.values()]))
-    engine = Engine(module, units, root, distinct, config, policy, offload_manager, exchange, training, parts)
-    engine.plan, engine.on_guarded_use = plan, partial(use_outside, engine)
+    engine = Engine(
+        root=module,
+        units=units,
+        root_unit=root,
+        groups=list(dict.fromkeys([group, *groups.values()])),
+        options=options,
+        plan=plan,
+        offload_manager=offload_manager,
+        exchange=exchange,
+        use_outside=use_outside,
+        training=training,
+        parts=parts,
+    )
+    _configs[engine] = config
     offload_manager.check(world, "the files of states")
-    engine.kept = find_fp32_modules(module, policy.keep_fp32).parameters
     if policy.low and policy.compute is not None:
-        engine.handles += install_fp32_modules(
-            plan.fp32_modules, policy.compute, device.type, cast_back=not policy.autocast
+        engine.handles.extend(
+            install_fp32_modules(plan.fp32_modules, policy.compute, device.type, cast_back=not policy.autocast)
         )
     if policy.low and policy.compute is not None and policy.autocast:
         low = {id(p) for bucket in engine.buckets if bucket.dtype == policy.compute for p in bucket.params}
@@ -270,7 +286,7 @@ def _build(
     engine_ref.append(weakref.ref(engine))
     install_load_hooks(engine)
     if training:
-        install(engine)
+        install(engine, config)
     return engine
 
 
@@ -400,7 +416,7 @@ def _move_in(
 
 def _groups_of(
     module: nn.Module,
-    config: ZeroConfig,
+    options: EngineOptions,
     group: ShardGroup,
     group_of: Callable[[str, nn.Parameter], ShardGroup] | None,
 ) -> dict[nn.Parameter, ShardGroup]:
@@ -419,9 +435,11 @@ def _groups_of(
                 f"group_of({name!r}) is a group of another World. Make all groups of the World of `group`."
             )
     if not group.world.alone:
-        zero = config.zero_optimization
-        sizes = {key: getattr(zero, key) for key in ("reduce_bucket_size", *_SIZES)}
-        facts = {f"zero_optimization.{key}": value for key, value in sizes.items()}
+        facts: dict[str, object] = {
+            "zero_optimization.reduce_bucket_size": options.reduce_bucket_size,
+            "zero_optimization.stage3_param_persistence_threshold": options.param_persistence_threshold,
+            "zero_optimization.stage3_prefetch_bucket_size": options.prefetch_bucket_size,
+        }
         facts |= {f"the group of parameter {name!r}": found.described for name, (_, found) in named.items()}
         compare(group, Snapshot.of(facts), "groups of parameters")
     return dict(named.values())

@@ -27,6 +27,7 @@ from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import check_same, tell_ignored, without_training
+from lt_zero.config.options import communication_options
 from lt_zero.config.precision import dtype_policy, resolve_mode
 from lt_zero.engine.full_params import sync_buffers
 from lt_zero.parallel.mesh import mesh_of
@@ -67,7 +68,7 @@ def inference(
     _refuse_parts(chosen)
     placed = (t.device for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta")
     device = device or next(placed, torch.device("cpu"))
-    group = group or ShardGroup.of_all(World.join(device, chosen))
+    group = group or ShardGroup.of_all(World.join(device, communication_options(chosen)))
     check_same(chosen, group.world.host_gather)
     tell_ignored(ignored, group.world.rank)
     policy = dtype_policy(chosen, resolve_mode(chosen, "32-true"))

@@ -19,6 +19,7 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.config.load import examine
+from lt_zero.config.options import communication_options
 from lt_zero.engine.full_params import gathered
 from lt_zero.engine.materialize import ConstructionSharder
 
@@ -99,7 +100,7 @@ class Init:
             with joining(made.communication.link_timeout):
                 init_distributed()
             device = accelerator.default_device()
-            group = ShardGroup.of_all(World.join(device, made))
+            group = ShardGroup.of_all(World.join(device, communication_options(made)))
             if group.size > 1:
                 group.configure(made)
                 self._sharder = ConstructionSharder(group, zero.stage3_param_persistence_threshold)

@@ -43,7 +43,8 @@ from lt_zero.common.compat import compiled_module, is_compiled
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.tables import show
 from lt_zero.common.tensor_tree import map_tensors
-from lt_zero.config.blocks import ActivationCheckpointing, Aio
+from lt_zero.config.blocks import ActivationCheckpointing, Aio, Schema
+from lt_zero.config.options import io_options
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.find_units import (
     class_matches,
@@ -55,7 +56,7 @@ from lt_zero.engine.find_units import (
 )
 from lt_zero.engine.partition import refuse_name
 from lt_zero.io.pinned import host_buffer
-from lt_zero.io.thread_pool import SwapError
+from lt_zero.io.thread_pool import IoOptions, SwapError
 from lt_zero.offload.host_store import is_apart
 from lt_zero.offload.reuse import Arena, LoanPool, Memory
 from lt_zero.offload.saved_activations import ActivationFiles, Storage
@@ -349,13 +350,14 @@ def open_store(
     block: ActivationCheckpointing,
     device: torch.device,
     count: int,
-    aio: Aio | None = None,
+    files: IoOptions | None = None,
     rank: int = 0,
     ranks: PartRanks | None = None,
 ) -> ActivationStore | None:
     """The store that the configuration asks for, with ``count`` checkpointed modules; None: inputs stay where they are.
 
     Args:
+        files: how they are read and written.
         rank: of this process in the run.
         ranks: that may have the same inputs; None: no others.
 
@@ -366,8 +368,8 @@ def open_store(
     splitting = ranks if block.partition_activations else None
     in_host, in_one_block = block.cpu_checkpointing and is_apart(device), block.contiguous_memory_optimization
     if block.nvme_path is not None:
-        files = ActivationFiles(block.nvme_path, rank, aio or Aio())
-        storage = Storage(LoanPool(pinned), device, is_apart(device), files)
+        kept = ActivationFiles(block.nvme_path, rank, files or io_options(Aio()))
+        storage = Storage(LoanPool(pinned), device, is_apart(device), kept)
     elif in_host or in_one_block or splitting is not None:
         make = pinned if in_host else partial(torch.empty, dtype=torch.uint8, device=device)
         memory: Memory = LoanPool(make)
@@ -385,8 +387,8 @@ def open_store(
 # ---- for an engine -------------------------------------------------------------------------------------------------
 
 
-def install(engine: Engine) -> Checkpointing | None:
-    """Checkpoint the modules that the engine's configuration selects, until the engine is detached. Collective.
+def install(engine: Engine, config: Schema) -> Checkpointing | None:
+    """Checkpoint the modules that the configuration selects, until the engine is detached. Collective.
 
     Idempotent. Returns None if nothing is configured.
 
@@ -394,13 +396,13 @@ def install(engine: Engine) -> Checkpointing | None:
         ConfigError: there is nothing to checkpoint.
         SwapError: a rank cannot create files in ``nvme_path``.
     """
-    config, world, known = engine.config, engine.world, installed(engine)
+    world, known = engine.world, installed(engine)
     block = config.activation_checkpointing
     if known is not None or block.mode == "none":
         return known
     block = of_all_ranks(engine.root, block, engine.groups[0])
     if block.mode == "none" or not engine.buckets:  # without parameters nothing trains
-        _attend(engine)
+        _attend(engine, block)
         return None
     count, device = len(find_modules(engine.root, block).chosen), engine.buckets[0].flat.device
     ranks = engine.parts.ranks
@@ -409,7 +411,7 @@ def install(engine: Engine) -> Checkpointing | None:
     # Undo the set-up on an error: if another rank failed, this rank's folder would stay until the process ends.
     with ExitStack() as undo:
         with opening:
-            store = open_store(block, device, count, config.aio, world.rank, ranks)
+            store = open_store(block, device, count, io_options(config.aio), world.rank, ranks)
             if store is not None:
                 undo.callback(store.close)
         boundary = open_boundary(block, device, world.rank, config.steps_per_print)
@@ -418,10 +420,10 @@ def install(engine: Engine) -> Checkpointing | None:
         made = Checkpointing(engine.root, block, store, around, world.rank == 0, meter)
         made.boundary = boundary
         hooks: list[tuple[list[Any], Callable[[], object]]] = []
-        if meter is not None:
+        if meter is not None and block.memory_budget is not None:
             names, aside = tuple(name for name, _ in made.found.chosen), store is not None
             choose = partial(_choose, made, world.rank == 0)
-            hooks.append((engine.after_step, _trial(engine, meter, names, aside, choose).end_step))
+            hooks.append((engine.after_step, _trial(engine, block.memory_budget, meter, names, aside, choose).end_step))
         if boundary is not None:
             hooks.append((engine.after_step, boundary.end_step))
         if store is not None:
@@ -468,14 +470,13 @@ def open_meter(root: nn.Module, block: ActivationCheckpointing, device: torch.de
 
 def _trial(
     engine: Engine,
+    budget: float | int,
     meter: Meter,
     names: tuple[str, ...],
     aside: bool,
     choose: Callable[[BudgetPlan | None], None],
 ) -> BudgetTrial:
-    budget, world = engine.config.activation_checkpointing.memory_budget, engine.world
-    assert budget is not None
-    gather = partial(world.host_gather, name="activations of checkpointed modules")
+    gather = partial(engine.world.host_gather, name="activations of checkpointed modules")
     return BudgetTrial(budget, meter, names, aside, gather, choose)
 
 
@@ -491,12 +492,11 @@ class _Attendance:
             self.listeners.remove(self.trial.end_step)
 
 
-def _attend(engine: Engine) -> None:
+def _attend(engine: Engine, block: ActivationCheckpointing) -> None:
     """Let this rank, which has nothing to checkpoint, answer the ranks that choose for a memory budget. Idempotent."""
-    block = engine.config.activation_checkpointing
     if block.memory_budget is None or any(isinstance(handle, _Attendance) for handle in engine.handles):
         return
-    trial = _trial(engine, Meter({}, engine.world.device, False), (), False, lambda plan: None)
+    trial = _trial(engine, block.memory_budget, Meter({}, engine.world.device, False), (), False, lambda plan: None)
     engine.after_step.append(trial.end_step)
     engine.handles.append(_Attendance(engine.after_step, trial))
 

@@ -30,10 +30,10 @@ import torch
 from rich.table import Table
 
 from lt_zero.comm.compression import Compressed, Costs
+from lt_zero.comm.options import RecordedCollectives
 from lt_zero.comm.ranks import Unlogged
 from lt_zero.comm.work import Work, WorkList
 from lt_zero.common import accelerator
-from lt_zero.config.blocks import CommsLogger
 
 
 class CommRecord(NamedTuple):
@@ -41,7 +41,7 @@ class CommRecord(NamedTuple):
 
     Attributes:
         operation: its name in torch.distributed.
-        name: of the unit or bucket, or its purpose; "" without ``comms_logger.debug``.
+        name: of the unit or bucket, or its purpose; "" unless recorded by name.
         nbytes: bytes of one message.
         calls: number of calls.
         seconds, waited: of all calls together.
@@ -110,18 +110,19 @@ class CommLog(Unlogged):
 
     def __init__(self, device: torch.device, world: int, show: Callable[[str], None] | None = None) -> None:
         self._device, self._world, self._show = device, world, show
-        self._block = CommsLogger(enabled=True, debug=True)  # everything, until ``configure``
+        self._recorded = RecordedCollectives()  # until ``configure``
         self._sums: dict[tuple[str, str, int], _Sum] = {}
         self._adding = threading.Lock()
         self._unread: deque[tuple[_Open, Any]] = deque()  # on a GPU: and the event when the wait began
         self._streams: dict[tuple[str, int], Any] = {}  # by operation and thread: those of one group run in order
 
-    def configure(self, block: CommsLogger) -> None:
+    def configure(self, recorded: RecordedCollectives) -> None:
         """Choose the collectives to record, and drop earlier records of others."""
         self._read(wait=True)
-        before, self._block, self._sums = self._sums, block, {}
+        before, self._sums = self._sums, {}
+        self._recorded = recorded
         for (operation, name, nbytes), found in before.items():
-            if operation in block.operations:
+            if operation in recorded.operations:
                 self._add(operation, name, nbytes, found)
 
     def clear(self) -> None:
@@ -130,7 +131,7 @@ class CommLog(Unlogged):
         self._unread.clear()
 
     def open(self, operation: str, name: str, nbytes: int, host: bool = False) -> _Open | None:
-        if operation not in self._block.operations:
+        if operation not in self._recorded.operations:
             return None
         return _Open(operation, name, nbytes, self._now(host))
 
@@ -178,7 +179,7 @@ class CommLog(Unlogged):
             opened = opened._replace(ended=self.now(opened))
         with self._adding:
             self._unread.append((opened, waiting))
-        if self._block.verbose:
+        if self._recorded.prints:
             opened.ended.synchronize()
         self._read(wait=False)
 
@@ -209,12 +210,12 @@ class CommLog(Unlogged):
         costs = opened.costs
         new = _Sum(1, seconds, seconds, seconds, waited, costs.dense, costs.sent, costs.coding)
         self._add(opened.operation, opened.name, opened.nbytes, new)
-        if self._block.verbose and self._show is not None:
-            caller = f" ({opened.name})" if self._block.debug and opened.name else ""
+        if self._recorded.prints and self._show is not None:
+            caller = f" ({opened.name})" if self._recorded.by_name and opened.name else ""
             self._show(f"comm: {opened.operation}{caller}, {opened.nbytes} bytes, {seconds * 1e3:.4g} ms")
 
     def _add(self, operation: str, name: str, nbytes: int, new: _Sum) -> None:
-        key = operation, name if self._block.debug else "", nbytes
+        key = operation, name if self._recorded.by_name else "", nbytes
         with self._adding:
             old = self._sums.get(key)
             if old is not None:

@@ -26,14 +26,14 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from lt_zero.comm.before_joining import after_joining, met, watch_start
 from lt_zero.comm.ended_ranks import WHERE, last_cause, remember_cause, tells
 from lt_zero.comm.launchers import Tasks, launched_tasks, local_rank, refuse_alone
+from lt_zero.comm.options import CommunicationOptions
 from lt_zero.common import accelerator, compat
 from lt_zero.common.arguments import check_group_options
 from lt_zero.common.descriptors import explain_full_table, fullness, has_room, is_full_table
-from lt_zero.config.blocks import Communication
 
 log = logging.getLogger("lt_zero")
 
-LINK_TIMEOUT_S = Communication().link_timeout
+LINK_TIMEOUT_S = CommunicationOptions.link_timeout
 _LATER_S = (
     25.0  # by which other connections close after those by which hang detection probes peers, and finds which it is
 )

@@ -23,6 +23,7 @@ from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.ended_ranks import debugs, summary
 from lt_zero.comm.hang_detection import HangDetector
 from lt_zero.comm.launchers import refuse_alone
+from lt_zero.comm.options import CommunicationOptions
 from lt_zero.comm.process_groups import (
     LINK_TIMEOUT_S,
     abort_if_stuck,
@@ -44,7 +45,6 @@ from lt_zero.common import accelerator
 from lt_zero.common.compat import destroy_group, name_of_split
 from lt_zero.common.descriptors import raise_limit
 from lt_zero.common.output import say
-from lt_zero.config import ZeroConfig
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -129,16 +129,16 @@ class World(Ranks):
     def join(
         cls,
         device: torch.device,
-        config: ZeroConfig | None = None,
+        options: CommunicationOptions | None = None,
         timeout: timedelta | None = None,
         node: int | None = None,
         new_log: NewLog | None = None,
     ) -> World:
         """All ranks of the default process group, with a process group of their own. Collective.
 
-        ``config``: says how its connections are made and whether collectives are compared, which ``LT_ZERO_DEBUG=1``
-        says, too. ``timeout``, ``new_log``: as for the class. ``node``: the number of this rank's node, as the launcher
-        knows it; ``LT_ZERO_NODE_RANK`` takes precedence.
+        ``options``: default: those of the class; ``LT_ZERO_DEBUG=1`` lets collectives be compared, too. ``timeout``,
+        ``new_log``: as for the class. ``node``: the number of this rank's node, as the launcher knows it;
+        ``LT_ZERO_NODE_RANK`` takes precedence.
 
         Raises:
             RuntimeError: the launcher has started more tasks than the group has ranks, see launchers.py. Or the ranks
@@ -159,8 +159,9 @@ class World(Ranks):
             world = cls(None, device, new_log=new_log)
             _joined.add(world)
             return world
-        check = debugs() or (config is not None and config.zero_optimization.enable_sanity_checks)
-        patience = config.communication.link_timeout if config is not None else LINK_TIMEOUT_S
+        options = options or CommunicationOptions()
+        check = debugs() or options.compares_collectives
+        patience = options.link_timeout
         raise_limit()
         await_all(timeout)
         backend = backend_of(device)

@@ -64,3 +64,14 @@ class Codec(Protocol):
         out = torch.empty_like(x)
         self.decode_sum([self.encode(x)], out)
         return out
+
+
+class RestingCodec(Codec, Protocol):
+    """Codec of weights that rest encoded.
+
+    Attributes:
+        block: elements that are encoded together, so that parameters begin at multiples of it.
+    """
+
+    @property
+    def block(self) -> int: ...

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from lt_zero.comm.options import OPERATIONS
 from lt_zero.common.errors import Path, Problem, dotted
 from lt_zero.config.blocks import (
-    OPERATIONS,
     SPARSE_MODES,
     ActivationCheckpointing,
     Schema,

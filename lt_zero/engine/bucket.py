@@ -81,6 +81,10 @@ class Live:
     numel: int = 0
     in_flight: InFlight = field(default_factory=InFlight)
 
+    def add(self, numel: int) -> None:
+        """Count ``numel`` more elements, which may be negative."""
+        self.numel += numel
+
 
 class GatherStrategy:
     """Gathers the weights of the one bucket that it is made for. This class sends them as they are.
@@ -210,7 +214,7 @@ class Bucket:
 
         Call it before ``load_initial``.
         """
-        self.places.step, self.places.gather = step, self.gathers.place(gather, self.group.device)
+        self.places.change(step, self.gathers.place(gather, self.group.device))
 
     @torch.no_grad()
     def load_initial(self, fetch: Callable[[list[Parameter]], Iterator[Tensor]]) -> None:
@@ -267,6 +271,14 @@ class Bucket:
         """The tensor of a parameter with this ``view`` of the flat tensor: with a storage of its own if that stays."""
         return with_own_storage(view) if self._storage is None else view
 
+    def begin_early_step(self) -> None:
+        """Note that it is stepped beside the running backward, in which no gather may follow."""
+        self.stepped_early = True
+
+    def end_early_step(self) -> None:
+        """Note that this backward is over."""
+        self.stepped_early = False
+
     # ---- residency ---------------------------------------------------------------------------------------------
 
     def launch_gather(self, exact: bool = False) -> None:
@@ -292,7 +304,7 @@ class Bucket:
             else:
                 self._launch()
         self.state = State.GATHERING
-        self.live.numel += self.counted
+        self.live.add(self.counted)
         self.live.in_flight.add(self.counted, 1)
 
     def _launch(self) -> tuple[Work, Store]:
@@ -365,7 +377,7 @@ class Bucket:
             self._hide()
             if self.weights.gather_source.streamed:
                 self._storage.await_readers()
-        self.live.numel -= self.counted
+        self.live.add(-self.counted)
         self._free()
 
     def _hide(self) -> None:

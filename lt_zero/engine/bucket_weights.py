@@ -226,12 +226,20 @@ class MasterWeights:
         self.copy.refresh(self._kept, self.written, self.gaps)
         self.written, self.decoded_reference = True, None
 
+    def refresh_anew(self) -> None:
+        """``refresh``, whether or not the running step has written the compute copy."""
+        self.written = False
+        self.refresh()
+
+    def note_kernel(self, writes_copy: bool) -> None:
+        """Note whether the kernel that takes the running step writes the compute copy."""
+        self.written = writes_copy
+
     @outside_inference
     def follow_edit(self) -> None:
         """Update what gathers read after an edit of ``writable_values()``, and write streamed stores."""
         if self.sharded:
-            self.written = False
-            self.refresh()
+            self.refresh_anew()
             self.written = False
             self.copy.wait_copied()
         put_away(self.stores())

@@ -1,9 +1,10 @@
-"""The ``compile`` block of the configuration: the repeated blocks of a model are compiled in place."""
+"""Compilation of the repeated blocks of a model, in place."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -11,7 +12,6 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common.compat import is_compiled, undo_compile
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.fields import thawed
-from lt_zero.config.blocks import Compile
 from lt_zero.engine.find_units import class_name, find_repeated, repeated_classes
 
 _KEY = "compile"
@@ -29,10 +29,11 @@ class CompiledBlocks:
             undo_compile(block)
 
 
-def compile_blocks(root: nn.Module, config: Compile, peers: ShardGroup) -> CompiledBlocks:
+def compile_blocks(root: nn.Module, backend: str, kwargs: Mapping[str, Any], peers: ShardGroup) -> CompiledBlocks:
     """Compile the repeated blocks of ``root`` that are not compiled yet. torch compiles them when they are called.
 
-    ``peers``: the ranks that have the same module. Collective, if others have other parts of the model.
+    ``backend``, ``kwargs``: of torch.compile. ``peers``: the ranks that have the same module. Collective, if others
+    have other parts of the model.
 
     Raises:
         ConfigError: on all ranks, there are no repeated blocks on any, or torch does not know the backend or an
@@ -55,12 +56,12 @@ def compile_blocks(root: nn.Module, config: Compile, peers: ShardGroup) -> Compi
     # A rank that has no block finds the same error as the others.
     for module in compiled.blocks or (nn.Identity(),):
         try:
-            module.compile(backend=config.backend, **thawed(config.kwargs))
+            module.compile(backend=backend, **thawed(kwargs))
         except Exception as error:
             compiled.remove()
             raise ConfigError.about(
                 _KEY,
-                f"torch.compile(backend={config.backend!r}, **{dict(config.kwargs)}) is an error of torch: {error}. "
+                f"torch.compile(backend={backend!r}, **{dict(kwargs)}) is an error of torch: {error}. "
                 f"Change {_KEY}.backend or {_KEY}.kwargs.",
             ) from error
     return compiled

@@ -66,7 +66,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.common.compat import (
@@ -86,15 +85,15 @@ from lt_zero.common.module_hooks import (
 )
 from lt_zero.common.phases import NOTHING, TimedSpan, UnitRanges, phase, unit_range
 from lt_zero.common.tensor_tree import iter_tensors
-from lt_zero.config import ZeroConfig
-from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.bucket import Bucket, digest_of
 from lt_zero.engine.buffers import BufferSync
 from lt_zero.engine.exchange import GradientExchange
+from lt_zero.engine.fp32_modules import find_fp32_modules
 from lt_zero.engine.gather import Call, Gatherer, Residency, Unit
 from lt_zero.engine.grad_reducer import GradReducer
 from lt_zero.engine.guard import shares_storage
 from lt_zero.engine.offload import Offload
+from lt_zero.engine.options import EngineOptions
 from lt_zero.engine.partition import EnginePlan
 from lt_zero.engine.parts import Parts, Unjoined
 from lt_zero.engine.replaced_weights import ReplacedWeights
@@ -112,13 +111,14 @@ class Engine(ProcessLocal):
         units: all units but the root, in registration order.
         root_unit: parameters that belong to no unit, are shared by several, or are too small to shard.
         groups: of the buckets; the first, which may have none, is that of the ranks with the same model.
+        options: by which it was planned.
+        plan: of its units and buckets.
         exchange: how ranks exchange gradients; for this engine alone.
+        use_outside: handles uses of released parameters, with this engine as first argument; see guard.py, ``Owner``.
         training: train from the start; otherwise from ``begin_training`` on.
         parts: as for ``lt_zero.shard``.
     """
 
-    plan: EnginePlan  # the plan that the engine was built by
-    on_guarded_use: Callable[[list[Tensor], Callable[..., Any], Any, Any], Any]  # set to full_params.py, use_outside
     is_rounded: Callable[[Bucket, Tensor], bool]  # set to loading.py, ``Loads.is_rounded``
     in_backward = False
     backwards = 0  # backwards that have ended
@@ -136,25 +136,28 @@ class Engine(ProcessLocal):
         units: list[Unit],
         root_unit: Unit,
         groups: Sequence[ShardGroup],
-        config: ZeroConfig,
-        policy: DtypePolicy,
+        options: EngineOptions,
+        plan: EnginePlan,
         offload_manager: Offload,
         exchange: GradientExchange,
+        use_outside: Callable[[Engine, list[Tensor], Callable[..., Any], Any, Any], Any],
         training: bool = True,
         parts: Parts | None = None,
     ) -> None:
         self.parts: Parts = parts or Unjoined()
-        self.config = config
-        self.policy = policy
+        self.options = options
+        self.policy = options.dtypes
+        self.plan = plan
         self.offload_manager = offload_manager
+        self._use_outside = use_outside
         self.training = training
-        self.kept: frozenset[Parameter] = frozenset()  # parameters that the user keeps in fp32, in exports as well
+        # Parameters that the user keeps in fp32, in exports as well.
+        self.kept = find_fp32_modules(root, self.policy.keep_fp32).parameters
         self.root = root
         self.units = units
         self.root_unit = root_unit
         self.groups = list(groups)
         world = groups[0].world
-        zero = config.zero_optimization
         self.world = world
         self.peers = groups[0]
         self.device = world.device
@@ -166,20 +169,34 @@ class Engine(ProcessLocal):
         first_order = [b for u in reversed(units) for b in u.buckets] + root_unit.buckets  # in the first backward
         self.exchange = exchange
         exchange.bind(self.buckets)
-        self.reducer = GradReducer(self.peers, first_order, exchange, zero.overlap_comm, zero.reduce_bucket_size)
-        self._residency = Residency.of(zero, groups)
+        self.reducer = GradReducer(
+            peers=self.peers,
+            buckets=first_order,
+            exchange=exchange,
+            overlap=options.overlap_comm,
+            max_buffer=options.reduce_bucket_size,
+        )
+        self._residency = Residency.of(options, groups)
         limits = self._residency if training else self._residency.without_training()
         # Whether the gathers of unsharded parameters after a step go on beside the next forward.
-        self._publishes_later = zero.overlap_comm and all(group.gathers_in_background for group in self.groups)
+        self._publishes_later = options.overlap_comm and all(group.gathers_in_background for group in self.groups)
         self._awaits_steps = offload_manager.overlaps or self._publishes_later
         self.gatherer = Gatherer(units, root_unit, groups, limits, self._awaits_steps)
         self._span: TimedSpan = NOTHING  # timing of a backward without a backward_pass context
         self._ranges = UnitRanges()  # timing of units in the running backward
-        self.buffers = BufferSync(root, self.peers, config.broadcast_buffers and not exchange.sums_late)
+        self.buffers = BufferSync(root, self.peers, options.broadcast_buffers and not exchange.sums_late)
         self.same_on_ranks = SameOnRanks(self.peers, root, [p for b in self.buckets for p in b.params])
         self.grad_views = GradViews(self.peers, self.buckets, self.parts)
-        given, news = (self.peers, self.buckets, self.grad_views), (offload_manager, self.same_on_ranks, self.buffers)
-        self.unused_parameters = UnusedParameters(*given, self.reducer, *news, exchange.sums_late)
+        self.unused_parameters = UnusedParameters(
+            peers=self.peers,
+            buckets=self.buckets,
+            views=self.grad_views,
+            reducer=self.reducer,
+            files=offload_manager,
+            same_on_ranks=self.same_on_ranks,
+            buffers=self.buffers,
+            sums_late=exchange.sums_late,
+        )
         self.finish_reductions = self.unused_parameters.finish_reductions
         self.sharded_optim = any(not b.is_whole for b in self.buckets)
         self.optimizers: WeakSet[Any] = WeakSet()  # ShardedOptimizers of its parameters
@@ -235,6 +252,10 @@ class Engine(ProcessLocal):
         self._forwards = []
         self._of_parts = []
         self.attached = False
+
+    def on_guarded_use(self, parameters: list[Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function that needs the values of released parameters; see guard.py, ``Owner``."""
+        return self._use_outside(self, parameters, func, args, kwargs)
 
     @property
     def shards_parameters(self) -> bool:
@@ -786,14 +807,29 @@ class Engine(ProcessLocal):
         """Let steps sum gradients over replicas (``leaves``), or the backwards outside of ``no_sync``."""
         self.reducer.ends_at_step = leaves
 
+    def set_requires_gradient_sync(self, requires: bool) -> None:
+        """Say whether backwards from now on are summed over all ranks, or as in ``no_sync``."""
+        self.reducer.sync = requires
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context in which unsharded gradients (stages 0 and 1) stay on their rank, others in their replica."""
-        before, self.reducer.sync = self.reducer.sync, False
+        before = self.reducer.sync
+        self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self.reducer.sync = before
+            self.set_requires_gradient_sync(before)
+
+    def note_loss(self, finite: bool) -> None:
+        """Note whether the loss of a backward is finite; the ranks tell each other with the next exchange."""
+        self.unused_parameters.nonfinite |= not finite
+
+    def note_loaded(self, after_step: bool) -> None:
+        """Note that the weights are those of a checkpoint; ``after_step``: of training. Collective then."""
+        self.stepped = after_step
+        for bucket in self.buckets if after_step else ():
+            bucket.round_as_steps_do()
 
 
 def _calls_of(module: nn.Module, frame: FrameType | None) -> int:

@@ -22,8 +22,8 @@ from lt_zero.comm.work import CollectiveId
 from lt_zero.common.compat import outside_of_transforms
 from lt_zero.common.phases import NOTHING, TimedSpan
 from lt_zero.common.tensor_tree import ReplacedTensors
-from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.engine.bucket import Bucket, Live, State
+from lt_zero.engine.options import EngineOptions
 from lt_zero.engine.partition import GroupFacts
 
 _RAN = (
@@ -108,10 +108,10 @@ class Residency:
     most_buckets: float = float("inf")  # that may be gathered at a time: each needs a buffer for its file
 
     @classmethod
-    def of(cls, zero: ZeroOptimization, groups: Iterable[GroupFacts]) -> Residency:
-        """The limits of a configuration; ``groups``: of the buckets."""
-        limits = cls(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size)
-        params = zero.param_offload
+    def of(cls, options: EngineOptions, groups: Iterable[GroupFacts]) -> Residency:
+        """The limits of an engine; ``groups``: of the buckets."""
+        limits = cls(options.max_live_parameters, options.max_reuse_distance, options.prefetch_bucket_size)
+        params = options.offload_params
         if params.device == "nvme":
             prefetch = min(limits.prefetch, params.buffer_size)
             return replace(limits, prefetch=prefetch, most_buckets=params.buffer_count)

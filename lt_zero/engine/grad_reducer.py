@@ -28,7 +28,8 @@ Note [Sums over replicas]
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -71,12 +72,21 @@ class GradReducer:
         self._learnt = False  # ``_order`` is that of rank 0
         self._in_flight: deque[tuple[Bucket, Work, SendBuffer | None]] = deque()
         self._leaving: deque[GradAccumulator] = deque()  # being written
-        self.on_reduced: Callable[[Bucket], bool] | None = None  # steps a reduced bucket early, if it returns True
+        self._step: Callable[[Bucket], bool] | None = None  # see ``stepping``
         # False inside no_sync: buckets whose gradients are not sharded stay local, others are not summed over replicas.
         self.sync = True
         self.ends_at_step = False  # any backward may be the last one of its step: replicas are summed by the step
         # That can get gradients in this backward; None: all. Of others only what was accumulated locally is reduced.
         self.scope: Collection[Bucket] | None = None
+
+    @contextmanager
+    def stepping(self, step: Callable[[Bucket], bool]) -> Iterator[None]:
+        """Context of a backward: ``step`` gets each bucket as it is reduced, and steps it early if it returns True."""
+        self._step = step
+        try:
+            yield
+        finally:
+            self._step = None
 
     def mark_ready(self, bucket: Bucket) -> None:
         """Launch the reduction of ``bucket``, whose gradients are all there, when its turn has come."""
@@ -219,7 +229,7 @@ class GradReducer:
         # Only after the wait: until then the collective reads the buffer.
         if send is not None:
             self._buffers[bucket.group].give_back(send)
-        taken = self.on_reduced is not None and not bucket.grads.partial and self.on_reduced(bucket)
+        taken = self._step is not None and not bucket.grads.partial and self._step(bucket)
         if bucket.grads.streamed and not taken:
             bucket.grads.end_use()
             self._leaving.append(bucket.grads)
@@ -229,7 +239,7 @@ class GradReducer:
 
     def abort(self) -> None:
         """Drop a failed backward; waits for launched reductions."""
-        self.on_reduced = None
+        self._step = None
         self.drain()
         # It may have run out of memory.
         self.free_buffers()

@@ -49,6 +49,14 @@ class Offload:
         No rank can have done so unless ``overlaps``. ``problem``: another reason to raise, on this rank.
         """
 
+    def note_partially_stepped(self, buckets: str) -> None:
+        """Note that ``buckets`` are stepped in a backward, and the others are not yet."""
+        self.partially_stepped = buckets
+
+    def end_partially_stepped(self) -> None:
+        """Note that the others are stepped, too, or that all weights are replaced."""
+        self.partially_stepped = ""
+
     def accept_partially_stepped(self) -> None:
         """Go on with buckets that are a step ahead, if there are any, with a warning."""
 

@@ -16,11 +16,10 @@ from lt_zero.common import accelerator
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.units import format_bytes
 from lt_zero.common.users_code import warn
-from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks import OffloadOptimizer
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.bucket_weights import NO_COPY
 from lt_zero.engine.offload import Offload
+from lt_zero.engine.options import EngineOptions, StatesOffload
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
 from lt_zero.io.pinned import return_large_blocks
 from lt_zero.io.thread_pool import SwapError
@@ -36,13 +35,13 @@ _PROBE = 256 << 20  # most bytes that a measurement of the disk moves
 _TIERS: dict[str, Callable[..., NvmeFiles]] = {"nvme": NvmeFiles}
 
 
-@dataclass
+@dataclass(kw_only=True)
 class OffloadManager(Offload):
     """Files, host link and background thread of one engine."""
 
+    how: StatesOffload
     optim: NvmeFiles | None = None  # files of master weights, states and gradients
     params: NvmeFiles | None = None  # files of the weights that gathers read
-    how: OffloadOptimizer = OffloadOptimizer()
     background: Background | None = None
     host_link: HostLink | None = None
     failure: SwapError | None = None  # the first error of a background step
@@ -100,10 +99,18 @@ class OffloadManager(Offload):
                     "zero_optimization.offload_optimizer.overlap_step=false."
                 )
 
-    @override
+    def note_partially_stepped(self, buckets: str) -> None:
+        """Note that ``buckets`` are stepped in a backward, and the others are not yet."""
+        self.partially_stepped = buckets
+
+    def end_partially_stepped(self) -> None:
+        """Note that the others are stepped, too, or that all weights are replaced."""
+        self.partially_stepped = ""
+
     def accept_partially_stepped(self) -> None:
         if self.partially_stepped:
-            ahead, self.partially_stepped = self.partially_stepped, ""
+            ahead = self.partially_stepped
+            self.end_partially_stepped()
             warn(f"Training goes on although the weights of {ahead} are a step ahead of the others: load a checkpoint.")
 
     @override
@@ -166,8 +173,8 @@ class OffloadManager(Offload):
         self.background = self.optim = self.params = None
 
 
-def open_offload(world: World, buckets: Sequence[Bucket], config: ZeroConfig, device: torch.device) -> Offload:
-    """Say where the tensors of each bucket are kept, as the configuration offloads them.
+def open_offload(world: World, buckets: Sequence[Bucket], options: EngineOptions, device: torch.device) -> Offload:
+    """Say where the tensors of each bucket are kept, as the options say.
 
     Call it before ``Bucket.load_initial``. Collective over ``world``, some of whose ranks may have no buckets, or none
     that is offloaded.
@@ -175,22 +182,21 @@ def open_offload(world: World, buckets: Sequence[Bucket], config: ZeroConfig, de
     Raises:
         SwapError: a path cannot be used.
     """
-    zero = config.zero_optimization
+    optim, params = options.offload_states, options.offload_params
     apart = is_apart(device)
-    optim, params = zero.offload_optimizer, zero.param_offload
     for name, block in (("offload_optimizer", optim), ("offload_param", params)):
         if block.device == "cpu" and not apart:
             log.info("zero_optimization.%s.device=cpu has no effect: the model is on the CPU already", name)
     if (optim.device, params.device) == ("none", "none"):
         return Offload()
     manager = OffloadManager(how=optim)
-    pin = accelerator.is_accelerator(device) and optim.pin_memory and params.pin_memory
+    pin = accelerator.is_accelerator(device) and options.pin_memory
     manager.has_files = bool(_TIERS.keys() & {optim.device, params.device})
     if manager.has_files:
         return_large_blocks()
         numels, moments = [b.shard.numel() for b in buckets], [b.moments for b in buckets]
         codec = next(filter(None, (b.storage.codecs.rests for b in buckets)), None)
-        files = (world.rank, config.aio, numels, moments, [b.storage.trains for b in buckets], codec)
+        files = (world.rank, options.files, numels, moments, [b.storage.trains for b in buckets], codec)
         with (
             world.agree("opening the folder for states", SwapError),
             progress_bar("Preparing the files of states in nvme_path"),

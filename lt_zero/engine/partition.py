@@ -9,7 +9,6 @@ import difflib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from itertools import groupby
 from math import prod
@@ -28,16 +27,12 @@ from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.moment_form import MomentForm
-from lt_zero.common.names import OfRanks, alone
 from lt_zero.common.users_code import warn
-from lt_zero.config import ZeroConfig
-from lt_zero.config.auto import resolve_sizes
-from lt_zero.config.blocks import ZeroOptimization
-from lt_zero.config.precision import DtypePolicy
-from lt_zero.config.rules import one_bit
+from lt_zero.engine.dtypes import DtypePolicy
 from lt_zero.engine.find_units import UnitRules, class_matches, clean_name, find_units
 from lt_zero.engine.fp32_modules import BATCH_NORMS, DEFAULT_ISLANDS_MIXED, Fp32Modules, find_fp32_modules
 from lt_zero.engine.layout import ALIGN, BucketLayout, Owners, Sharding, join, plan_bucket, split_by_size
+from lt_zero.engine.options import EngineOptions
 
 _MUCH = 0.25  # padding, per element of the parameters, that is warned about
 
@@ -67,18 +62,6 @@ class GroupFacts(Protocol):
     def sums_wide(self) -> bool: ...
     @property
     def gathers_in_background(self) -> bool: ...
-
-
-class KeptForms(NamedTuple):
-    """The forms in which a run keeps what is not a tensor in a dtype of torch.
-
-    Attributes:
-        moments: of element-wise states of the optimizer; None: as the step computes them.
-        block: elements of frozen, sharded weights that are encoded together; None: they are not encoded.
-    """
-
-    moments: MomentForm | None = None
-    block: int | None = None
 
 
 class Kind(NamedTuple):
@@ -182,9 +165,7 @@ class EnginePlan:
 
 def plan_engine(
     root: nn.Module,
-    config: ZeroConfig,
-    policy: DtypePolicy,
-    forms: KeptForms,
+    options: EngineOptions,
     world: int,
     specs: Iterable[ParamSpec] = (),
     groups: Mapping[Parameter, GroupFacts] | None = None,
@@ -203,31 +184,36 @@ def plan_engine(
         ValueError: a pattern, or a class or module name, of the configuration matches nothing; a spec names nothing.
         TypeError: a lazy parameter has no shape yet.
     """
-    zero = config.zero_optimization
-    fp32_modules = fp32_modules_of(root, policy)
-    leaf = zero.leaf_module
-    sizes = sizes or {}
-    bounds = zero.stage3_param_persistence_threshold, zero.reduce_bucket_size
-    rules = UnitRules(*bounds, leaf.classes, leaf.names, leaf.name_suffixes, sizes=sizes)
-    _check_names(root, zero)
-    units, whole = find_units(root, rules), stay_whole(root, zero, sizes) | set(wide)
+    dtypes, leaf, sizes = options.dtypes, options.leaf_modules, sizes or {}
+    fp32_modules = fp32_modules_of(root, dtypes)
+    rules = UnitRules(
+        min_numel=options.param_persistence_threshold,
+        max_numel=options.reduce_bucket_size,
+        leaf_classes=leaf.classes,
+        leaf_names=leaf.names,
+        leaf_suffixes=leaf.name_suffixes,
+        sizes=sizes,
+    )
+    _check_names(root, options)
+    units, whole = find_units(root, rules), stay_whole(root, options, sizes) | set(wide)
     named = [(unit.name or "the root module", [(n, p) for n, p in unit.parameters if p not in whole]) for unit in units]
     small = [(n, p) for unit in units for n, p in unit.parameters if p in whole]  # mostly
-    dense = sent_dense(root, config)
-    kept_wide = keep_wide_moments(root, sizes, forms.moments) if forms.moments is not None else set()
+    dense = options.sent_dense(root) if options.sent_dense is not None else None
+    moments = options.moments
+    kept_wide = keep_wide_moments(root, sizes, moments) if moments is not None else set()
 
     def kind_of(p: Parameter) -> Kind:
-        dtype = policy.dtype_of(p, p in fp32_modules.parameters)
+        dtype = dtypes.dtype_of(p, p in fp32_modules.parameters)
         compresses = dense is not None and p.requires_grad and p not in dense and dtype != torch.float64
         group = groups.get(p) if groups is not None else None
-        return Kind(dtype, p.requires_grad, compresses, group, p in wide, None if p in kept_wide else forms.moments)
+        return Kind(dtype, p.requires_grad, compresses, group, p in wide, None if p in kept_wide else moments)
 
     given = _specs_of(root, specs)
 
     def spec_of(name: str, p: Parameter) -> ParamSpec:
         return replace(given[p], name=name) if p in given else ParamSpec.whole(name, tuple(p.shape))
 
-    *cut, rest = _cut(named, small, config, forms.block, world, kind_of, spec_of, sizes, gradient_of)
+    *cut, rest = _cut(named, small, options, world, kind_of, spec_of, sizes, gradient_of)
     return EnginePlan(
         root, [UnitPlan(*unit, buckets) for unit, buckets in zip(units, cut, strict=True)], rest, fp32_modules
     )
@@ -253,14 +239,16 @@ def _specs_of(root: nn.Module, specs: Iterable[ParamSpec]) -> dict[Parameter, Pa
     return found
 
 
-def warn_of_padding(plan: EnginePlan, zero: ZeroOptimization, world: int) -> None:
+def warn_of_padding(plan: EnginePlan, options: EngineOptions, world: int) -> None:
     """Warn if owners leave much padding in the buckets. See layout.py, Note [Padding]."""
-    share = plan.padding(world) if zero.shard_along == "parameter" else 0.0
+    share = plan.padding(world) if options.shard_along == "parameter" else 0.0
     if share <= _MUCH:
         return
     remedy = "Use stage 2, where a bucket may hold parameters of several units,"
-    if zero.stage < 3:
-        sizes = f"reduce_bucket_size={zero.reduce_bucket_size} and allgather_bucket_size={zero.allgather_bucket_size}"
+    if options.stage < 3:
+        sizes = (
+            f"reduce_bucket_size={options.reduce_bucket_size} and allgather_bucket_size={options.allgather_bucket_size}"
+        )
         remedy = f"Raise zero_optimization.{sizes}, so that a bucket holds more parameters,"
     warn(
         f"zero_optimization.shard_along='parameter': buckets are {share:.0%} larger than the parameters in them, as "
@@ -300,56 +288,27 @@ def warn_of_wide_moments(plan: EnginePlan, form: MomentForm) -> None:
         )
 
 
-def stay_whole(root: nn.Module, zero: ZeroOptimization, sizes: Mapping[Parameter, int]) -> set[Parameter]:
+def stay_whole(root: nn.Module, options: EngineOptions, sizes: Mapping[Parameter, int]) -> set[Parameter]:
     """The parameters that are not sharded, also at stage 3; at lower stages those that get buckets of their own."""
 
     def inside(classes: tuple[str, ...]) -> set[Parameter]:
         return {p for module in root.modules() if class_matches(module, classes) for p in module.parameters()}
 
     whole: set[Parameter] = set()
-    total, limit = 0, zero.stage3_model_persistence_threshold if zero.stage == 3 else None
+    total, limit = 0, options.model_persistence_threshold if options.stage == 3 else None
     # Parameters that are sharded already have guards, which would intercept the access.
     with without_torch_function():
         numels = [(sizes.get(p, p.data.numel()), p) for p in root.parameters()]
     for numel, parameter in sorted(numels, key=itemgetter(0)):
         total += numel
-        if numel >= zero.stage3_param_persistence_threshold or (limit is not None and total > limit):
+        if numel >= options.param_persistence_threshold or (limit is not None and total > limit):
             break  # neither holds for a larger one
         whole.add(parameter)
-    if zero.stage == 3 and zero.zero_force_param_types:
-        whole |= inside(zero.zero_force_param_types)
-    if zero.stage == 3 and zero.zero_allowed_param_types:
-        whole |= set(root.parameters()) - inside(zero.zero_allowed_param_types)
+    if options.stage == 3 and options.force_param_types:
+        whole |= inside(options.force_param_types)
+    if options.stage == 3 and options.allowed_param_types:
+        whole |= set(root.parameters()) - inside(options.allowed_param_types)
     return whole
-
-
-def sent_dense(root: nn.Module, config: ZeroConfig) -> set[Parameter] | None:
-    """The parameters whose gradients are sent uncompressed, ``gradient_compression.exclude``; None: all are.
-
-    Raises:
-        ConfigError: a pattern matches nothing.
-    """
-    block = config.gradient_compression
-    if one_bit(config):
-        return set()
-    if block.algorithm == "none":
-        return None
-    if block.exclude == "auto":
-        if block.algorithm != "1bit":
-            return set()
-        tables = [m for m in root.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-        return {p for p in root.parameters() if p.dim() <= 1} | {p for m in tables for p in m.parameters()}
-    found: set[Parameter] = set()
-    modules = [(clean_name(f"{name}.").removesuffix("."), module) for name, module in root.named_modules()]
-    named = [(clean_name(name), p) for name, p in root.named_parameters(remove_duplicate=False)]
-    for pattern in block.exclude:
-        hit = [m for name, m in modules if fnmatchcase(name, pattern) or class_matches(m, (pattern,))]
-        parameters = {p for name, p in named if fnmatchcase(name, pattern)}
-        if not hit and not parameters:
-            known = [name for name, _ in named]
-            refuse_name("gradient_compression.exclude", pattern, "no class, module or parameter matches it", known)
-        found |= parameters | {p for module in hit for p in module.parameters()}
-    return found
 
 
 def keep_wide_moments(root: nn.Module, sizes: Mapping[Parameter, int], form: MomentForm) -> set[Parameter]:
@@ -359,12 +318,12 @@ def keep_wide_moments(root: nn.Module, sizes: Mapping[Parameter, int], form: Mom
         return wide | {p for p in root.parameters() if sizes.get(p, p.data.numel()) < form.least}
 
 
-def _check_names(root: nn.Module, zero: ZeroOptimization) -> None:
+def _check_names(root: nn.Module, options: EngineOptions) -> None:
     """Refuse class and module names that match nothing: typing errors that would have no effect."""
-    key, leaf = "zero_optimization.leaf_module", zero.leaf_module
+    key, leaf = "zero_optimization.leaf_module", options.leaf_modules
     classes = {
-        "zero_optimization.zero_allowed_param_types": zero.zero_allowed_param_types,
-        "zero_optimization.zero_force_param_types": zero.zero_force_param_types,
+        "zero_optimization.zero_allowed_param_types": options.allowed_param_types,
+        "zero_optimization.zero_force_param_types": options.force_param_types,
         f"{key}.classes": leaf.classes,
     }
     if not (leaf.names or leaf.name_suffixes or any(classes.values())):
@@ -406,8 +365,7 @@ def fp32_modules_of(root: nn.Module, policy: DtypePolicy) -> Fp32Modules:
 def _cut(
     units: list[tuple[str, list[Named]]],
     small: list[Named],
-    config: ZeroConfig,
-    block: int | None,
+    options: EngineOptions,
     world: int,
     kind_of: Callable[[Parameter], Kind],
     spec_of: Callable[[str, Parameter], ParamSpec],
@@ -418,14 +376,13 @@ def _cut(
 
     A bucket has parameters of one kind. One of several units belongs to the first of them.
     """
-    zero = config.zero_optimization
-    sharding = Sharding.of_stage(zero.stage)
+    sharding = Sharding.of_stage(options.stage)
     # A bucket is reduced in one collective, and below stage 3 gathered in one after the step.
     gathers_after_step = sharding.optim and not sharding.params
-    gather_limit = zero.allgather_bucket_size if gathers_after_step else zero.reduce_bucket_size
-    step_limit = zero.sub_group_size if zero.offload_optimizer.device != "none" else gather_limit
-    limit = max(1, min(zero.reduce_bucket_size, gather_limit, step_limit))
-    owns = zero.shard_along == "parameter" and sharding.optim
+    gather_limit = options.allgather_bucket_size if gathers_after_step else options.reduce_bucket_size
+    step_limit = options.sub_group_size if options.offload_states.device != "none" else gather_limit
+    limit = max(1, min(options.reduce_bucket_size, gather_limit, step_limit))
+    owns = options.shard_along == "parameter" and sharding.optim
     owners: dict[GroupFacts | None, Owners] = {}
     joins = owns and not sharding.params  # a bucket may have several units: layout.py, Note [Padding]
     together = [range(len(units))] if joins else [range(n, n + 1) for n in range(len(units))]
@@ -459,8 +416,8 @@ def _cut(
                 narrows = any(p.dtype.itemsize > kind.dtype.itemsize for _, p in parameters)
                 what = (kind.compresses, kind.group, kind.is_wide, kind.moments, narrows)
                 how = (kind.dtype, kept, of_rank, *what, most, gradient_of)
-                encoded = block if block is not None and kept.params and not kind.trains else ALIGN
-                align = max(encoded, kind.moments.align if kind.moments else ALIGN)
+                codec = options.resting if kept.params and not kind.trains else None
+                align = max(codec.block if codec is not None else ALIGN, kind.moments.align if kind.moments else ALIGN)
                 found[first].append(BucketPlan(name, parameters, theirs, *how, align))
     return found
 
@@ -513,16 +470,3 @@ def hidden_size(parts: Iterable[Widths]) -> tuple[int, str]:
         raise ConfigError([Problem("zero_optimization.reduce_bucket_size", message)])
     most = max(counts.values())
     return min(size for size, count in counts.items() if count == most), "the size that most matrices have"
-
-
-def with_sizes(
-    config: ZeroConfig,
-    root: nn.Module,
-    specs: Iterable[ParamSpec] = (),
-    of_ranks: OfRanks = alone,
-) -> ZeroConfig:
-    """The configuration with bucket sizes that were "auto" resolved for this model; ConfigError as ``hidden_size``.
-
-    ``of_ranks``: returns what all ranks have, if their modules are parts of one model. Collective then.
-    """
-    return resolve_sizes(config, lambda: hidden_size(of_ranks(widths_of(root, specs))))

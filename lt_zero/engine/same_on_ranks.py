@@ -32,7 +32,7 @@ from lt_zero.comm.ranks import Ranks
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import differences
 from lt_zero.common.users_code import warn
-from lt_zero.config.precision import DtypePolicy
+from lt_zero.engine.dtypes import DtypePolicy
 
 _DIGEST = 8  # bytes
 FLAGS = 2 * _DIGEST  # elements of the flags

@@ -19,10 +19,8 @@ import torch
 
 from lt_zero.common.codec import Codec
 from lt_zero.common.moment_form import MomentForm, PlainMoments
-from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks import ZeroOptimization
-from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.layout import Sharding
+from lt_zero.engine.options import EngineOptions
 from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts
 from lt_zero.engine.weight_rounding import NEAREST, WeightRounding
 
@@ -210,8 +208,7 @@ class StoragePlan:
 
 def plan_storage(
     plan: EnginePlan,
-    config: ZeroConfig,
-    policy: DtypePolicy,
+    options: EngineOptions,
     everyone: GroupFacts,
     apart: bool,
     codecs_of: CodecsOf,
@@ -222,25 +219,23 @@ def plan_storage(
 
     Args:
         plan: of the engine.
-        config: says what is offloaded.
-        policy: says the dtypes.
+        options: say the dtypes, and what is offloaded.
         everyone: shards the buckets without a group of their own.
         apart: the device has memory of its own.
         codecs_of: returns ``StoragePlan.codecs`` of a bucket, which is in the group.
         training: there are gradients.
         rounding: of the weights of a step.
     """
-    zero, buckets = config.zero_optimization, plan.buckets
+    dtypes, buckets = options.dtypes, plan.buckets
     layouts = [bucket.layout_in(everyone.mesh.shards, everyone.size) for bucket in buckets]
     counted = [bucket.counted(layout) for bucket, layout in zip(buckets, layouts, strict=True)]
     # Decide by ``counted``: it is the same on all ranks, so they offload the same buckets.
-    offloaded = choose_offloaded(counted, buckets, zero)
-    predivides = not config.prescale_gradients and config.gradient_predivide_factor != 1
+    offloaded = choose_offloaded(counted, buckets, options)
     found = {}
     for bucket, layout, count, moved in zip(buckets, layouts, counted, offloaded, strict=True):
         group, dtype, sharding = bucket.group or everyone, bucket.dtype, bucket.sharding
-        states, weights = _places(zero, sharding, moved, apart)
-        wire = policy.wire_of(dtype)
+        states, weights = _places(options, sharding, moved, apart)
+        wire = dtypes.wire_of(dtype)
         found[bucket] = StoragePlan(
             group=group,
             elements=layout.elements,
@@ -250,28 +245,28 @@ def plan_storage(
             shard_numel=layout.shard_numel if sharding.optim or sharding.params else layout.numel,
             sharding=sharding,
             dtype=dtype,
-            master=policy.master_of(dtype),
-            accumulate=policy.accumulate_of(dtype),
-            step=policy.step_of(dtype),
-            moments=bucket.moments or PlainMoments(policy.step_of(dtype)),
+            master=dtypes.master_of(dtype),
+            accumulate=dtypes.accumulate_of(dtype),
+            step=dtypes.step_of(dtype),
+            moments=bucket.moments or PlainMoments(dtypes.step_of(dtype)),
             rounding=rounding,
             wire=wire,
             trains=bucket.trains and training,
             narrows=bucket.narrows,
             codecs=codecs_of(bucket, group),
-            skips_collective=group.alone and wire is None and not predivides,
+            skips_collective=group.alone and wire is None and not options.communication.predivides,
             states=states,
             weights=weights,
         )
     return found
 
 
-def _places(zero: ZeroOptimization, sharding: Sharding, moved: tuple[bool, bool], apart: bool) -> tuple[str, str]:
+def _places(options: EngineOptions, sharding: Sharding, moved: tuple[bool, bool], apart: bool) -> tuple[str, str]:
     """The places of states, and of the weights that gathers read, of a bucket of which ``choose_offloaded`` says this.
 
     ``apart``: the device has memory of its own.
     """
-    optim, param = zero.offload_optimizer.device, zero.param_offload.device
+    optim, param = options.offload_states.device, options.offload_params.device
     states = weights = DEVICE
     if moved[0] and (optim == "nvme" or apart):
         states = NVME if optim == "nvme" else HOST
@@ -295,14 +290,14 @@ def largest_sends(rows: Iterable[StoragePlan], limit: int) -> dict[GroupFacts, d
 
 
 def choose_offloaded(
-    numels: Sequence[int], buckets: Sequence[BucketPlan], zero: ZeroOptimization
+    numels: Sequence[int], buckets: Sequence[BucketPlan], options: EngineOptions
 ) -> list[tuple[bool, bool]]:
     """Choose the buckets (of ``numels`` elements) that are offloaded: (states, weights that gathers read) of each.
 
     ``offload_optimizer.ratio`` and ``offload_param.max_in_cpu`` (for nvme only) limit what is offloaded. A bucket that
     ranks with other models have, too, is offloaded on all of them or on none: with all others only.
     """
-    optim, params = zero.offload_optimizer, zero.param_offload
+    optim, params = options.offload_states, options.offload_params
     room = optim.ratio * sum(numels) if optim.device != "none" else -1.0
     stays = params.max_in_cpu if params.device == "nvme" else 0
     found, moved, kept = [], 0, 0

@@ -123,6 +123,14 @@ class GradViews:
         self.spent, self._hidden = False, {}
         self.changes += 1
 
+    def spend(self) -> None:
+        """Note that a step has used, or skipped, what was accumulated."""
+        self.spent = True
+
+    def expect_factor(self, rounds: bool) -> None:
+        """Note whether the gradients will be multiplied by a factor that ``rounds``: see ``defers``."""
+        self.defers = rounds
+
     def abort(self) -> None:
         """Drop all gradients: after a failed backward, including those that it was added to, and at the end of a run.
 

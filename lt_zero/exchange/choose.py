@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable
 
 from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.config import ZeroConfig
 from lt_zero.engine.bucket import GatherStrategy
 from lt_zero.engine.exchange import GradientExchange, PlainExchange
 from lt_zero.engine.partition import EnginePlan
@@ -23,13 +22,12 @@ log = logging.getLogger("lt_zero")
 
 
 def exchange_of(
-    plan: ExchangePlan, config: ZeroConfig, buckets: EnginePlan, peers: ShardGroup, groups: Iterable[ShardGroup]
+    plan: ExchangePlan, buckets: EnginePlan, peers: ShardGroup, groups: Iterable[ShardGroup]
 ) -> GradientExchange:
     """Make the exchange of an engine. Collective.
 
     Args:
-        plan: says which.
-        config: says how it begins.
+        plan: says which, and how it begins.
         buckets: of the engine.
         peers: the ranks with the same model.
         groups: of the buckets.
@@ -37,14 +35,14 @@ def exchange_of(
     Raises:
         ConfigError: the ranks cannot exchange in this way.
     """
-    block, kind = config.gradient_compression, plan.kind
+    kind = plan.kind
     if kind is ExchangeKind.TOLERANT:
         assert peers.tolerance is not None
         return TolerantExchange(peers, peers.tolerance)
     if kind is ExchangeKind.QUANTIZED:
         return QuantizedGradients(peers, groups)
     if plan.codec is None:
-        wanted = block.algorithm != "none" and any(bucket.compresses for bucket in buckets.buckets)
+        wanted = plan.asked.kind is ExchangeKind.COMPRESSED and any(bucket.compresses for bucket in buckets.buckets)
         if wanted and peers.world.rank == 0:
             here = "rank" if peers.size == 1 else "node"
             log.info("gradient_compression has nothing to do: there is one %s.", here)
@@ -55,7 +53,7 @@ def exchange_of(
         return LocalSteps(peers, plan)
     if kind is ExchangeKind.MOMENTA:
         return CompressedMomentum(peers, plan)
-    return GradientCompression(peers, plan, block.warmup_steps)
+    return GradientCompression(peers, plan, plan.asked.warmup_steps)
 
 
 def gathers_of(row: StoragePlan) -> GatherStrategy:

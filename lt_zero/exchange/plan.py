@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
+from fnmatch import fnmatchcase
 
 import torch
+from torch import nn
+from torch.nn import Parameter
 
 from lt_zero.comm.compression import CompressionPlan, plan_compression, plan_quantized_sums
 from lt_zero.common.codec import Codec
-from lt_zero.config import ZeroConfig
-from lt_zero.config.precision import DtypePolicy
-from lt_zero.config.rules import one_bit
+from lt_zero.engine.find_units import class_matches, clean_name
 from lt_zero.engine.layout import BucketLayout
-from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts, KeptForms
+from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts, refuse_name
 from lt_zero.engine.storage_plan import Codecs, StoragePlan
-from lt_zero.ops.codecs import INT4, INT8, TWO_BITS, BlockCodec, TopK
-from lt_zero.ops.moments import moments_in
-from lt_zero.ops.nf4 import RESTING
+from lt_zero.ops.codecs import INT4, INT8, BlockCodec
 
 # With a scale for each 128 signs, not 1,024, a GPT under AdamW lost 9.8 instead of 16.7 % in 300 steps; 96.1 % of the
 # bytes are saved, not 96.8.
@@ -26,7 +26,6 @@ MOMENTA = BlockCodec(1, 1024)  # 96.8 % fewer bytes than fp32
 WEIGHTS: Codec = INT8
 GRADIENTS, GRADIENTS_INSIDE = INT4, INT8  # between nodes, inside a node
 _CODED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that codecs take
-_INTERVAL = 16  # steps; default of ZeroOneAdam's local_step_clipper
 
 
 class ExchangeKind(Enum):
@@ -41,17 +40,44 @@ class ExchangeKind(Enum):
 
 
 @dataclass(frozen=True)
+class ExchangeOptions:
+    """What is asked of the exchange of gradients and of gathers.
+
+    Attributes:
+        kind: the exchange between several ranks.
+        codec: encodes gradients, or momenta, with error feedback; None: they are not encoded so.
+        hierarchical: encode between nodes only.
+        interval: steps between two exchanges at last.
+        warmup_steps: steps whose gradients are sent as they are.
+        quantizes_gathers: gather sharded weights in fewer bits.
+        quantizes_frozen: gather those that are not trained in fewer bits.
+        quantizes_updates: gather updated weights, which are not sharded, in fewer bits.
+    """
+
+    kind: ExchangeKind
+    codec: Codec | None
+    hierarchical: bool
+    interval: int
+    warmup_steps: int
+    quantizes_gathers: bool
+    quantizes_frozen: bool
+    quantizes_updates: bool
+
+
+@dataclass(frozen=True)
 class ExchangePlan:
     """Plan of the exchange of gradients between the ranks of an engine.
 
     Attributes:
-        kind: which exchange.
+        asked: what it was planned by.
+        kind: which exchange; ``PLAIN`` where there is nothing to do for the one that was asked for.
         codec: encodes gradients with error feedback; None: it does not.
         hierarchical: between nodes only.
         keeps: steps may be skipped, so residuals are copied.
         interval: steps between two exchanges at last.
     """
 
+    asked: ExchangeOptions
     kind: ExchangeKind
     codec: Codec | None = None
     hierarchical: bool = False
@@ -99,70 +125,86 @@ class ExchangePlan:
         return sum(self.residual_numels(layout, row.is_cut)) * (2 if self.keeps else 1)
 
 
-def plan_forms(config: ZeroConfig, policy: DtypePolicy) -> KeptForms:
-    """Plan the forms in which moments and frozen weights are kept."""
-    moments = moments_in(policy.moments) if policy.moments is not None else None
-    return KeptForms(moments, RESTING[config.quantize].block if config.quantize is not None else None)
-
-
-def plan_exchange(config: ZeroConfig, plan: EnginePlan, policy: DtypePolicy, group: GroupFacts) -> ExchangePlan:
-    """Plan the exchange of an engine; the configuration asks for one at most.
+def plan_exchange(asked: ExchangeOptions, plan: EnginePlan, skips_steps: bool, group: GroupFacts) -> ExchangePlan:
+    """Plan the exchange of an engine.
 
     Args:
+        asked: the options.
         plan: of its buckets.
-        policy: says whether steps may be skipped.
+        skips_steps: steps may be skipped.
         group: the ranks with the same model.
     """
-    block = config.gradient_compression
-    zero = config.zero_optimization
-    codec = codec_of(config)
-    if config.communication.slow_node_tolerance and not group.alone:
-        return ExchangePlan(ExchangeKind.TOLERANT)
-    if zero.zero_quantized_gradients and zero.stage > 0:
-        return ExchangePlan(ExchangeKind.QUANTIZED)
-    made = ExchangePlan(ExchangeKind.PLAIN)
-    if optimizer := one_bit(config):
-        made = ExchangePlan(ExchangeKind.MOMENTA, MOMENTA, keeps=policy.check_overflow)
-        if optimizer == "zerooneadam":
-            given = config.optimizer.params if config.optimizer is not None else {}
-            interval = int(given.get("local_step_clipper", _INTERVAL))
-            made = ExchangePlan(ExchangeKind.LOCAL_STEPS, MOMENTA, keeps=policy.check_overflow, interval=interval)
-    elif codec is not None and any(bucket.compresses for bucket in plan.buckets):
-        hierarchical = block.hierarchical_compress
-        made = ExchangePlan(ExchangeKind.COMPRESSED, codec, hierarchical, policy.check_overflow)
-    if made.codec is not None and plan_compression(group.nodes, made.codec, made.hierarchical) is None:
-        return ExchangePlan(ExchangeKind.PLAIN)  # there is one rank, or one node
-    return made
-
-
-def codec_of(config: ZeroConfig) -> Codec | None:
-    """The codec of ``gradient_compression``; None: gradients are not compressed."""
-    block = config.gradient_compression
-    if block.algorithm == "topk":
-        return TopK(block.topk_ratio, torch.bfloat16, block.huffman_coding)
-    return {"1bit": SIGNS, "2bit": TWO_BITS}.get(block.algorithm)
+    plain = ExchangePlan(asked, ExchangeKind.PLAIN)
+    if asked.kind is ExchangeKind.TOLERANT and group.alone:
+        return plain
+    if asked.kind is ExchangeKind.COMPRESSED and not any(bucket.compresses for bucket in plan.buckets):
+        return plain
+    if asked.codec is None:
+        return ExchangePlan(asked, asked.kind)
+    if plan_compression(group.nodes, asked.codec, asked.hierarchical) is None:
+        return plain  # there is one rank, or one node
+    return ExchangePlan(asked, asked.kind, asked.codec, asked.hierarchical, skips_steps, asked.interval)
 
 
 def plan_codecs(
-    config: ZeroConfig, exchange: ExchangePlan, training: bool, bucket: BucketPlan, group: GroupFacts
+    exchange: ExchangePlan, resting: Codec | None, training: bool, bucket: BucketPlan, group: GroupFacts
 ) -> Codecs:
-    """Plan what is encoded of a bucket, which is in ``group``; ``training``: trainable weights have master weights."""
-    zero = config.zero_optimization
-    sharding = bucket.sharding
+    """Plan what is encoded of a bucket, which is in ``group``.
+
+    Args:
+        exchange: of its gradients.
+        resting: ``EngineOptions.resting``.
+        training: trainable weights have master weights.
+    """
+    asked, sharding = exchange.asked, bucket.sharding
     reductions = exchange.compression(bucket, group)
     trains = training and bucket.trains
-    if config.quantize is not None and sharding.params and bucket.dtype in _CODED and not trains:
-        return Codecs(rests=RESTING[config.quantize], reductions=reductions)
+    if resting is not None and sharding.params and bucket.dtype in _CODED and not trains:
+        return Codecs(rests=resting, reductions=reductions)
     coded = WEIGHTS if _has_codec(bucket, group) else None
-    always, frozen = zero.zero_quantized_weights, zero.zero_quantized_nontrainable_weights
     if sharding.params:
         return Codecs(
-            gathers=coded if always else None, gathers_frozen=coded if always or frozen else None, reductions=reductions
+            gathers=coded if asked.quantizes_gathers else None,
+            gathers_frozen=coded if asked.quantizes_frozen else None,
+            reductions=reductions,
         )
-    updates = coded if always and sharding.optim and zero.stage < 3 else None
+    updates = coded if asked.quantizes_updates and sharding.optim else None
     return Codecs(updates=updates, reductions=reductions)
 
 
 def _has_codec(bucket: BucketPlan, group: GroupFacts) -> bool:
     """True if weights and gradients can be sent encoded."""
     return bucket.dtype in _CODED and not group.alone
+
+
+# ---- what is sent as it is -------------------------------------------------------------------------------------------
+
+
+def none_sent_dense(root: nn.Module) -> set[Parameter]:
+    """The parameters of ``root`` whose gradients are never compressed: none."""
+    return set()
+
+
+def tables_and_vectors(root: nn.Module) -> set[Parameter]:
+    """The parameters of embeddings, and those with one dimension."""
+    tables = [m for m in root.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    return {p for p in root.parameters() if p.dim() <= 1} | {p for m in tables for p in m.parameters()}
+
+
+def matching_parameters(root: nn.Module, patterns: Collection[str]) -> set[Parameter]:
+    """The parameters that a pattern of ``gradient_compression.exclude`` matches, or whose module it does.
+
+    Raises:
+        ConfigError: a pattern matches nothing.
+    """
+    found: set[Parameter] = set()
+    modules = [(clean_name(f"{name}.").removesuffix("."), module) for name, module in root.named_modules()]
+    named = [(clean_name(name), p) for name, p in root.named_parameters(remove_duplicate=False)]
+    for pattern in patterns:
+        hit = [m for name, m in modules if fnmatchcase(name, pattern) or class_matches(m, (pattern,))]
+        parameters = {p for name, p in named if fnmatchcase(name, pattern)}
+        if not hit and not parameters:
+            known = [name for name, _ in named]
+            refuse_name("gradient_compression.exclude", pattern, "no class, module or parameter matches it", known)
+        found |= parameters | {p for module in hit for p in module.parameters()}
+    return found

@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -137,6 +138,20 @@ def _bare(problem: BaseException) -> RuntimeError:
 
 def _nothing(error: RuntimeError | None) -> None:
     """Do nothing at the end of a transfer."""
+
+
+@dataclass(frozen=True)
+class IoOptions:
+    """Options of an ``IoPool``; the attributes are its arguments of the same names."""
+
+    threads: int
+    block_size: int
+    queue_depth: int
+    checksum: bool
+
+    def pool(self) -> IoPool:
+        """Start the threads."""
+        return IoPool(self.threads, self.block_size, self.queue_depth, self.checksum)
 
 
 class IoPool:

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from lt_zero.build import built_by
 from lt_zero.common.arguments import expect_number
 from lt_zero.lightning.strategy import ZeroStrategy
 from lt_zero.planning.check import check_optimizers
@@ -64,7 +65,8 @@ class EMA(pl.Callback):
         engine = trainer.strategy.engine
         self._average = WeightAverage(engine)
         saves = bool(trainer.checkpoint_callbacks)
-        check_optimizers(engine, trainer.optimizers, trainer.accumulate_grad_batches > 1, saves, averages=1)
+        accumulates = trainer.accumulate_grad_batches > 1
+        check_optimizers(engine, built_by(engine), trainer.optimizers, accumulates, saves, averages=1)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -46,12 +46,11 @@ def unit_table(engine: Engine, console: Console | None = None) -> None:
 
 def _why_nothing_is_sharded(engine: Engine) -> str:
     """The reason why every rank of a stage 3 run keeps all parameters, and what to change; "" in all other runs."""
-    zero = engine.config.zero_optimization
     units = [*engine.units, engine.root_unit]
-    if zero.stage != 3 or engine.world.size == 1 or any(unit.sharded for unit in units):
+    if engine.options.stage != 3 or engine.world.size == 1 or any(unit.sharded for unit in units):
         return ""
     largest = max((span.numel for bucket in engine.buckets for span in bucket.layout.spans), default=0)
-    threshold = zero.stage3_param_persistence_threshold
+    threshold = engine.options.param_persistence_threshold
     if largest >= threshold:
         return ""
     return (

@@ -25,7 +25,8 @@ from lt_zero.common import accelerator
 from lt_zero.common.compat import announce_compute_dtype, asked_precision, is_plain_closure, logged_step, override_dtype
 from lt_zero.common.phases import phase
 from lt_zero.config import ZeroConfig
-from lt_zero.config.precision import MODES, DtypePolicy, ScalerRules, dtype_policy, on_min_scale, resolve_mode
+from lt_zero.config.precision import MODES, dtype_policy, on_min_scale, resolve_mode
+from lt_zero.engine.dtypes import DtypePolicy, ScalerRules
 from lt_zero.engine.materialize import parameters_in
 from lt_zero.engine.outside_steps import within_step
 from lt_zero.step.loss_scale import LossScaleController, LossScaler, usable_scale
@@ -273,8 +274,7 @@ class ZeroPrecision(HalfPrecision):
             super()._after_closure(model, optimizer)
             return
         self.loss_scale_controller.unscale(sharded)
-        # The norm is outdated if user code changes gradients.
-        self.loss_scale_controller.norm = None
+        self.loss_scale_controller.forget_norm()
         with sharded.engine.unused_parameters.user_access():
             super()._after_closure(model, optimizer)
 
@@ -331,7 +331,7 @@ class ZeroPrecision(HalfPrecision):
         """Take over the loss scale of a DDP run, which Lightning saves under the name of its own plugin."""
         saved, scaler = checkpoint.get("MixedPrecision"), self.loss_scale_controller.scaler
         if saved and scaler is not None and scaler.rules.dynamic and type(self).__qualname__ not in checkpoint:
-            scaler.scale = max(usable_scale(saved["scale"]), scaler.rules.minimum)
+            scaler.go_on_at(usable_scale(saved["scale"]))
 
     @override
     def teardown(self) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lt_zero.activation.checkpointing import installed
+from lt_zero.build import built_by
 from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
@@ -28,8 +29,8 @@ from lt_zero.common.compat import SignalOverride, log_graph_by
 from lt_zero.common.console import RunConsole
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
-from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.averaged_weights import average_of
+from lt_zero.engine.dtypes import DtypePolicy
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import owns_all, restore_whole, take_over_assigned, was_converted
 from lt_zero.engine.guard import owner_of
@@ -154,7 +155,7 @@ def find_engine(
     for engine in owners.values():
         if engine.world is not world:
             _check_end(engine.world, world)
-        same = engine.config == config and engine.policy == policy
+        same = built_by(engine) == config and engine.policy == policy
         mine = engine.root is module and (engine is last or same)
         reused = mine and len(owners) == 1 and owns_all(engine) and engine.world.reaches_all_of(world)
         average = average_of(engine)

@@ -23,6 +23,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lt_zero.activation.checkpointing import install, installed, uninstall
+from lt_zero.build import built_by
 from lt_zero.comm.before_joining import met, watch_start
 from lt_zero.comm.process_groups import begin_restarted, check_device, init_alone, joining
 from lt_zero.comm.world import World
@@ -331,7 +332,7 @@ class ZeroStrategy(RunQueries):
         if known is None:
             set_up.show_model(self._engine, new=True)
             tell_ignored([] if fitting else ignored_keys(self.config), self.global_rank)
-        elif fitting and installed(known) is None and install(known) is not None:
+        elif fitting and installed(known) is None and install(known, built_by(known)) is not None:
             set_up.show_model(known, new=False)
         set_up.skip_graphs(trainer, self._engine)
         plugin.engine, plugin.device_type = self._engine, self.root_device.type

@@ -51,10 +51,10 @@ from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face, check_face
 from lt_zero.config.load import shown
+from lt_zero.config.options import with_sizes
 from lt_zero.config.precision import dtype_policy, on_min_scale, resolve_mode
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.outside_steps import within_step
-from lt_zero.engine.partition import with_sizes
 from lt_zero.loop.monitors import LoopMonitor
 from lt_zero.loop.queries import EngineQueries
 from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
@@ -225,7 +225,7 @@ class TrainingEngine(EngineQueries):
             args, kwargs = (map_tensors(given, self._cast) for given in (args, kwargs))
         if trains and self._sharded is not None:
             self.loss_scale_controller.read_skip_flag()
-            self.engine.reducer.sync = self.is_gradient_accumulation_boundary() and not self._quiet
+            self.engine.set_requires_gradient_sync(self.is_gradient_accumulation_boundary() and not self._quiet)
         if self.session.trial is not None:
             self.session.trial.see_batch([args, kwargs])
         sequences = self.session.sequences
@@ -336,7 +336,7 @@ class TrainingEngine(EngineQueries):
         """Decide ``is_gradient_accumulation_boundary`` from now on."""
         self._boundary = is_boundary
         # Accelerate calls it between the forward and the backward.
-        self.engine.reducer.sync = is_boundary and not self._quiet
+        self.engine.set_requires_gradient_sync(is_boundary and not self._quiet)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -139,7 +139,7 @@ class PipelineEngine(TrainingEngine):
             losses = [self._train_alone(*pair) for pair in zip(self._cast_all(inputs), labels, strict=True)]
             return self._mean(torch.stack(losses).mean())
         self.loss_scale_controller.read_skip_flag()
-        self.engine.reducer.sync = True
+        self.engine.set_requires_gradient_sync(True)
         with self._autocast(), self.engine.forward_scope(True), self.session.own_numbers(True):
             loss: Tensor = self.module.runner.run_parts(self._cast_all(inputs), labels)
         super().backward(loss)
@@ -152,7 +152,7 @@ class PipelineEngine(TrainingEngine):
 
     def _train_alone(self, inputs: Any, labels: Any) -> Tensor:
         """A micro-batch where this rank has all layers; returns its loss."""
-        self.engine.reducer.sync = self.is_gradient_accumulation_boundary()
+        self.engine.set_requires_gradient_sync(self.is_gradient_accumulation_boundary())
         with self._autocast(), self.engine.forward_scope(True):
             loss: Tensor = self.module(inputs, labels)
         super().backward(loss)

@@ -35,11 +35,10 @@ from lt_zero.common.moment_form import MomentForm
 from lt_zero.common.phases import phase
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.units import exact_bytes
-from lt_zero.config.blocks import Aio
 from lt_zero.io.pinned import BufferPool, aligned_buffer, host_buffer, rounded
 from lt_zero.io.private_folder import SwapFolder
 from lt_zero.io.swap_file import Nowhere, SwapFile
-from lt_zero.io.thread_pool import IoPool, SwapError, Transfer
+from lt_zero.io.thread_pool import IoOptions, IoPool, SwapError, Transfer
 from lt_zero.offload.host_store import FedStore, HostLink, StreamedStore
 from lt_zero.offload.store import CODES, STATE, WEIGHTS, Place, Sized, Speed, Store, record_nbytes
 
@@ -189,7 +188,7 @@ class NvmeFiles:
     Args:
         path: a folder on the disk.
         rank: of this process.
-        aio: block size, threads and queue depth of the I/O.
+        files: how they are read and written.
         numels: elements of this rank's shard of each bucket.
         moments: how optimizer states of each bucket are kept.
         trains: buckets for whose master weights, gradients and states the files have records from the start; None: all.
@@ -207,7 +206,7 @@ class NvmeFiles:
         self,
         path: Path,
         rank: int,
-        aio: Aio,
+        files: IoOptions,
         numels: Sequence[int],
         moments: Sequence[MomentForm],
         trains: Sequence[bool] | None = None,
@@ -216,7 +215,7 @@ class NvmeFiles:
         pin: bool = False,
     ) -> None:
         self.folder = SwapFolder(path, rank)
-        self.pool = IoPool(aio.intra_op_parallelism, aio.block_size, aio.in_flight, aio.checksum)
+        self.pool = files.pool()
         self._numels, self.room, self.where = list(numels), room, str(self.folder.path.parent)
         self._moments, self._trains, self._codec = list(moments), list(trains or [True] * len(numels)), codec
         self._files: dict[str, SwapFile | Nowhere] = {}

@@ -29,10 +29,9 @@ from torch import Tensor
 
 from lt_zero.common import accelerator
 from lt_zero.common.compat import version_of
-from lt_zero.config.blocks import Aio
 from lt_zero.io.private_folder import SwapFolder
 from lt_zero.io.swap_file import SwapFile
-from lt_zero.io.thread_pool import IoPool, SwapError, Transfer
+from lt_zero.io.thread_pool import IoOptions, IoPool, SwapError, Transfer
 from lt_zero.offload.copy_streams import DONE, CopyStream
 from lt_zero.offload.reuse import Loan, Memory
 from lt_zero.offload.store import CopyEvent
@@ -373,7 +372,7 @@ class ActivationFiles:
     Args:
         path: a folder on a local disk.
         rank: of this process.
-        aio: block size, threads and queue depth of the I/O.
+        files: how they are read and written.
 
     Attributes:
         made: files so far.
@@ -382,9 +381,9 @@ class ActivationFiles:
         SwapError: the folder cannot be created.
     """
 
-    def __init__(self, path: Path, rank: int, aio: Aio) -> None:
+    def __init__(self, path: Path, rank: int, files: IoOptions) -> None:
         self.folder = SwapFolder(path, rank)
-        self.pool = IoPool(aio.intra_op_parallelism, aio.block_size, aio.in_flight, aio.checksum)
+        self.pool = files.pool()
         self._groups: list[_Group] = []
         self._passes = self.made = 0
 

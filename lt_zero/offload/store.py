@@ -230,6 +230,11 @@ class Places:
     step: Place
     gather: Place
 
+    def change(self, step: Place, gather: Place) -> None:
+        """Make stores in other places from now on."""
+        self.step = step
+        self.gather = gather
+
 
 class Awaited(Protocol):
     """Work on a bucket in another thread."""

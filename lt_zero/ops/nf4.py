@@ -21,8 +21,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lt_zero.common.codec import Codec
-from lt_zero.ops.codecs import INT8, BlockCodec
+from lt_zero.common.codec import Codec, RestingCodec
+from lt_zero.ops.codecs import INT8
 from lt_zero.ops.dispatch import native
 from lt_zero.ops.quantize import check_buffers, decode_natively, encode_natively, prepared, quantized_nbytes
 
@@ -148,5 +148,5 @@ def _padded(nbytes: int) -> int:
 
 
 NF4 = NormalFloat4()
-RESTING: Mapping[int, BlockCodec | NormalFloat4] = {8: INT8, 4: NF4}
+RESTING: Mapping[int, RestingCodec] = {8: INT8, 4: NF4}
 """Codecs of weights that rest encoded, by bits."""

@@ -30,7 +30,8 @@ from lt_zero.activation.checkpointing import Checkpointing, open_meter
 from lt_zero.common.compat import DispatchMode, announce_device, in_running_backward, without_values
 from lt_zero.common.tensor_tree import iter_tensors, map_tensors
 from lt_zero.config import ZeroConfig
-from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
+from lt_zero.config.precision import dtype_policy, resolve_mode
+from lt_zero.engine.dtypes import DtypePolicy
 from lt_zero.engine.find_units import find_repeated
 from lt_zero.engine.fp32_modules import Fp32Modules, install_fp32_modules
 from lt_zero.engine.partition import fp32_modules_of

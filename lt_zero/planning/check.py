@@ -26,8 +26,8 @@ from lt_zero.common.compat import without_torch_function
 from lt_zero.common.moment_form import stored_part
 from lt_zero.common.units import GB, format_bytes
 from lt_zero.config import ZeroConfig
-from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.dtypes import DtypePolicy
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import is_guarded
 from lt_zero.engine.partition import EnginePlan
@@ -125,6 +125,7 @@ def check_build(
 
 def check_optimizers(
     engine: Engine,
+    config: ZeroConfig,
     optimizers: Iterable[Optimizer],
     accumulates: bool = False,
     saves: bool = True,
@@ -134,6 +135,7 @@ def check_optimizers(
 
     Args:
         engine: of the model.
+        config: by which the engine was built.
         optimizers: the optimizers of the run.
         accumulates: several micro-batches per step.
         saves: whether checkpoints will be saved, which need buffers or copies.
@@ -146,12 +148,13 @@ def check_optimizers(
         return
     # Guards would intercept each access.
     with without_torch_function():
-        setup = setup_of(engine, optimizers, accumulates, saves, averages)
-        cast = forecast(engine.plan, engine.config, engine.policy, setup)
+        # A pipeline cuts batches into micro-batches.
+        setup = setup_of(engine, optimizers, accumulates or config.micro_batches > 1, saves, averages)
+        cast = forecast(engine.plan, config, engine.policy, setup)
     phases = [phase for phase in cast.phases if phase != "build"]
     held = sum(nbytes for kind, nbytes in measured(engine).items() if kind != RESTING)
-    advice = partial(_advice, engine.root, engine.config, engine.policy, setup, setup.states * torch.float32.itemsize)
-    _check(cast, phases, {kind_of(engine.device): held}, engine.config.max_cpu_gb, engine.world, advice)
+    advice = partial(_advice, engine.root, config, engine.policy, setup, setup.states * torch.float32.itemsize)
+    _check(cast, phases, {kind_of(engine.device): held}, config.max_cpu_gb, engine.world, advice)
 
 
 def setup_of(
@@ -160,9 +163,8 @@ def setup_of(
     """Facts of a run for its forecast; arguments as for ``check_optimizers``."""
     known = [states_of(optimizer) for optimizer in optimizers]
     states = max((count for count, _ in known), default=0.0)
-    fused = engine.config.fused_step and all(kernel for _, kernel in known)
+    fused = engine.options.fused_step and all(kernel for _, kernel in known)
     kernels = frozenset(kernel for _, kernel in known) if fused else frozenset[str]()
-    accumulates = accumulates or engine.config.micro_batches > 1  # of a pipeline
     of_device = kind_of(engine.device)
     group, per_node = engine.groups[0], engine.world.size
     return Setup(group, per_node, of_device, states, kernels, accumulates, saves=saves, averages=averages)

@@ -26,10 +26,11 @@ from lt_zero.common.tables import bytes_cell, show
 from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ZeroOptimization
-from lt_zero.config.precision import MODES, DtypePolicy, dtype_policy, resolve_mode
-from lt_zero.engine.partition import EnginePlan, GroupFacts, plan_engine, with_sizes
+from lt_zero.config.options import engine_options, with_sizes
+from lt_zero.config.precision import MODES, dtype_policy, resolve_mode
+from lt_zero.engine.dtypes import DtypePolicy
+from lt_zero.engine.partition import EnginePlan, GroupFacts, plan_engine
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
-from lt_zero.exchange.plan import plan_forms
 from lt_zero.parallel import experts
 from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.parallel.pipeline.layers import pipeline_of
@@ -189,8 +190,7 @@ def _planned(
     sizes, stacks = ({named[s.name]: s.local_box.numel for s in found} for found in (specs, of_experts))
     others, wide = groups.of_parameters(module, sizes, stacks, module is stage.model)
     every, shards = [*specs, *of_experts], groups.of_stage.mesh.shards
-    forms = plan_forms(config, policy)
-    plan = plan_engine(module, config, policy, forms, shards, every, others, {**sizes, **stacks}, wide=wide)
+    plan = plan_engine(module, engine_options(config, policy), shards, every, others, {**sizes, **stacks}, wide=wide)
     return plan, config, policy, setup
 
 

@@ -34,10 +34,12 @@ from lt_zero.common.moment_form import MomentForm, PlainMoments
 from lt_zero.common.tables import bytes_cell, show
 from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
-from lt_zero.config.precision import DtypePolicy
-from lt_zero.engine.bucket import InFlight, Live
+from lt_zero.config.options import engine_options, exchange_options
+from lt_zero.engine.bucket import Live
+from lt_zero.engine.dtypes import DtypePolicy
 from lt_zero.engine.gather import Residency
 from lt_zero.engine.grad_reducer import IN_FLIGHT
+from lt_zero.engine.options import EngineOptions
 from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME, StoragePlan, largest_sends, plan_storage
 from lt_zero.exchange.plan import ExchangeKind, ExchangePlan, plan_codecs, plan_exchange
@@ -68,11 +70,12 @@ Amounts = Mapping[tuple[str, str], int]  # (place, kind) -> bytes
 
 def planned(
     plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup
-) -> tuple[ExchangePlan, dict[BucketPlan, StoragePlan]]:
-    """Plans of the exchange, and of the storage of one rank for each bucket, from which ``build`` makes an engine."""
-    exchange = plan_exchange(config, plan, policy, setup.group)
-    apart, codecs = setup.device != "cpu", partial(plan_codecs, config, exchange, setup.training)
-    return exchange, plan_storage(plan, config, policy, setup.group, apart, codecs, setup.training)
+) -> tuple[EngineOptions, ExchangePlan, dict[BucketPlan, StoragePlan]]:
+    """The options and plans from which ``build`` makes an engine: the exchange, and a rank's storage by bucket."""
+    options = engine_options(config, policy)
+    exchange = plan_exchange(exchange_options(config), plan, policy.check_overflow, setup.group)
+    codecs = partial(plan_codecs, exchange, options.resting, setup.training)
+    return options, exchange, plan_storage(plan, options, setup.group, setup.device != "cpu", codecs, setup.training)
 
 
 def _kept(row: StoragePlan, setup: Setup) -> list[tuple[MomentForm, float]]:
@@ -165,7 +168,7 @@ def _peak_gathered(units: Sequence[Gathered], limits: Residency, keeps_whole: bo
     # A unit is released when its inputs have gradients, before backward reaches the previous unit.
     backward = [i for i in reversed(forward) if units[i].needs_weights]
     for order, kept in ((forward, keep), (backward, set[int]())):
-        live.in_flight = InFlight()  # of ``early``
+        live = Live(live.numel)  # in flight are the units in ``early``: none yet
         # Index in ``order``: units before it were gathered, and stay so until they are visited.
         ahead = 0
         for position, index in enumerate(order):
@@ -176,7 +179,7 @@ def _peak_gathered(units: Sequence[Gathered], limits: Residency, keeps_whole: bo
                 taken = taken.plus(units[index].ahead, -1)
             elif index not in here:
                 here.add(index)
-                live.numel += units[index].numel
+                live.add(units[index].numel)
             taken = taken.plus(units[index].arrives) if arrives else taken
             # Gather the unit, and prefetch those that ``Gatherer.visit`` would.
             ahead = max(ahead, position)
@@ -189,14 +192,16 @@ def _peak_gathered(units: Sequence[Gathered], limits: Residency, keeps_whole: bo
                     early.add(other)
                     live.in_flight.add(unit.numel, unit.buckets)
                     here.add(other)
-                    live.numel, taken = live.numel + unit.numel, taken.plus(unit.ahead)
+                    live.add(unit.numel)
+                    taken = taken.plus(unit.ahead)
                 ahead += 1
             peak = peak.most(taken)
             if arrives:
                 taken = taken.plus(units[index].arrives, -1).plus(units[index].stays)
             if index not in kept:
                 here.remove(index)
-                live.numel, taken = live.numel - units[index].numel, taken.plus(units[index].stays, -1)
+                live.add(-units[index].numel)
+                taken = taken.plus(units[index].stays, -1)
     return peak
 
 
@@ -205,7 +210,7 @@ class _Sums:
 
     def __init__(self, plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup) -> None:
         self.plan, self.config, self.zero, self.setup = plan, config, config.zero_optimization, setup
-        self.exchange, self.table = planned(plan, config, policy, setup)
+        self.options, self.exchange, self.table = planned(plan, config, policy, setup)
         self.rows, self.moment_numels = list(self.table.values()), _moment_numels(self.table)
         shards, size = setup.group.mesh.shards, setup.group.size
         layouts = ((row, bucket.layout_in(shards, size)) for bucket, row in self.table.items())
@@ -333,10 +338,10 @@ class _Sums:
                 for buckets in (*(unit.buckets for unit in units), self.plan.rest)
             ]
             total.append((DEVICE, FRESH, max(fresh[:-2], default=0) + sum(fresh[-2:])))
-        zero, groups = self.zero, {self.setup.group, *(row.group for row in self.rows)}
+        groups = {self.setup.group, *(row.group for row in self.rows)}
         inner = [self._gathered(unit.buckets, unit.needs_weights) for unit in units[:-1] if unit.buckets]
         root = self._gathered(units[-1].buckets, True)  # always stays gathered
-        limits = Residency.of(zero, groups)
+        limits = Residency.of(self.options, groups)
         limits = limits if self.setup.training else limits.without_training()
         whole = root.numel + sum(unit.numel for unit in inner)
         peak = _peak_gathered(inner, limits, keeps_whole=self.setup.accumulates and limits.fits_whole(whole))

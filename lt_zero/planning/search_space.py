@@ -15,10 +15,10 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import PipelineParallel, ZeroOptimization
 from lt_zero.config.document import MISSING, Document, leaves
 from lt_zero.config.load import examine, plain, resolved
+from lt_zero.config.options import engine_options
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.partition import EnginePlan, plan_engine
 from lt_zero.engine.storage_plan import DEVICE, HOST
-from lt_zero.exchange.plan import plan_forms
 from lt_zero.parallel.pipeline.layers import pipelines_in
 from lt_zero.parallel.pipeline.schedules import in_flight
 from lt_zero.planning.check import setup_of
@@ -272,8 +272,8 @@ def _planned(engine: Engine, config: ZeroConfig) -> tuple[EnginePlan, PlannedGro
     wide = {parameter for bucket in engine.plan.buckets if bucket.is_wide for _, parameter in bucket.parameters}
     everyone = groups[engine.groups[0]]
     shards, specs = everyone.mesh.shards, engine.plan.parts
-    forms = plan_forms(config, engine.policy)
-    return plan_engine(engine.root, config, engine.policy, forms, shards, specs, of, sizes, wide=wide), everyone
+    options = engine_options(config, engine.policy)
+    return plan_engine(engine.root, options, shards, specs, of, sizes, wide=wide), everyone
 
 
 def _resolved_sizes(made: ZeroConfig, config: ZeroConfig) -> ZeroOptimization:

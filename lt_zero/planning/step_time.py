@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lt_zero.config import ZeroConfig
-from lt_zero.config.precision import DtypePolicy
+from lt_zero.engine.dtypes import DtypePolicy
 from lt_zero.engine.gather import Residency
 from lt_zero.engine.partition import EnginePlan, GroupFacts
 from lt_zero.engine.storage_plan import StoragePlan
@@ -138,8 +138,8 @@ def _units(
     plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup, tokens: int, cluster: Cluster
 ) -> list[_Times]:
     """The times of the units of a plan, and of the rest of it."""
-    _, table = planned(plan, config, policy, setup)
-    limits = Residency.of(config.zero_optimization, {row.group for row in table.values()})
+    options, _, table = planned(plan, config, policy, setup)
+    limits = Residency.of(options, {row.group for row in table.values()})
     rows = [[table[bucket] for bucket in unit.buckets] for unit in plan.units]
     # The root has the rest, and is in use from its forward to its backward.
     rows[-1] += [table[bucket] for bucket in plan.rest]

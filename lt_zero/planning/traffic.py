@@ -18,7 +18,7 @@ from lt_zero.comm.topology import choose
 from lt_zero.comm.transport import Mesh
 from lt_zero.common.codec import Codec
 from lt_zero.config import ZeroConfig
-from lt_zero.config.precision import DtypePolicy
+from lt_zero.engine.dtypes import DtypePolicy
 from lt_zero.engine.gather import Residency
 from lt_zero.engine.partition import EnginePlan, GroupFacts
 from lt_zero.engine.storage_plan import StoragePlan
@@ -54,8 +54,7 @@ def forecast_traffic(
     plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup, micro_batches: int = 1
 ) -> Traffic:
     """The traffic of a step with ``micro_batches`` backwards. ``setup.per_node`` ranks are on each node."""
-    zero = config.zero_optimization
-    exchange, table = planned(plan, config, policy, setup)
+    options, exchange, table = planned(plan, config, policy, setup)
     links = {
         group: _GroupLinks(group, config, setup) for group in {setup.group, *(row.group for row in table.values())}
     }
@@ -73,7 +72,7 @@ def forecast_traffic(
             gradients += links[row.group].reduced(row, exchange, sent, reductions)
             if row.sharding.optim and not row.sharding.params:
                 weights += links[row.group].gathered(row, row.codecs.updates)
-    limits = Residency.of(zero, links)
+    limits = Residency.of(options, links)
     units = [[table[b] for b in unit.buckets if b.sharding.params] for unit in plan.units[:-1]]
     stays = limits.keep_after_forward([sum(row.counted for row in rows) for rows in units])
     for rows, unit, keeps in zip(units, plan.units, stays, strict=False):

@@ -343,9 +343,7 @@ class Progress:
         if self.residuals is not None or engine.exchange.remembers:
             with engine.world.agree("restoring what ranks owe to the weights", CheckpointError):
                 load_residuals(engine, self.residuals)
-        engine.stepped = self.stepped
-        for bucket in engine.buckets if self.stepped else ():
-            bucket.round_as_steps_do()
+        engine.note_loaded(after_step=self.stepped)
         if self.rank_buffers is not None:
             with engine.world.agree("restoring buffers of each rank", CheckpointError):
                 load_rank_buffers(engine, self.rank_buffers, prefix)

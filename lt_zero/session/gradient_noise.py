@@ -64,7 +64,7 @@ class GradientNoise:
             text = "needs ranks that all see other data, and here some have parts of the model or of sequences"
         elif len(engine.optimizers) != 1:
             text = f"needs one optimizer, and there are {len(engine.optimizers)}"
-        elif engine.config.gradient_allreduce_op != "mean":
+        elif engine.peers.sums_gradients:
             text = "needs the mean of ranks, and gradient_allreduce_op is another"
         elif self._parts == 1:
             text = "compares micro-batches, and a step has one: accumulate gradients, or use several ranks"

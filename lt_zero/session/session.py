@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lt_zero.build import shard
+from lt_zero.build import built_by, shard
 from lt_zero.comm.ranks import NewLog
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
@@ -25,7 +25,8 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face, check_same, tell_without_effect
-from lt_zero.config.precision import DtypePolicy
+from lt_zero.config.options import communication_options
+from lt_zero.engine.dtypes import DtypePolicy
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import sync_buffers
 from lt_zero.engine.same_on_ranks import compare_models
@@ -166,7 +167,7 @@ class Session:
         count_run()
         new = self.known is None
         if new:
-            world = World.join(device, config, timeout, node, new_log)
+            world = World.join(device, communication_options(config), timeout, node, new_log)
             first(world)
             group = ShardGroup.of_all(world)
             check_same(config, world.host_gather)
@@ -293,7 +294,7 @@ class Session:
                 self._shard_optimizer(engine, optimizer)
         taken = {id(p) for optimizer in given for group in optimizer.param_groups for p in group["params"]}
         beside = [s.optimizer for s in engine.optimizers if not any(id(p) in taken for p in s.parameters())]
-        check_optimizers(engine, [*beside, *given], accumulates, saves)  # not those of an earlier fit
+        check_optimizers(engine, built_by(engine), [*beside, *given], accumulates, saves)  # not those of an earlier fit
         self.loss_scale.start_watching(engine)
         line = engine.offload_manager.announce(engine.buckets, max(map(states_per_element, given)))
         if line and engine.world.rank == 0:

@@ -134,8 +134,7 @@ class WeightAverage(AveragedWeights):
             master.copy_(average)
         # Weights in files are copied to what gathers read while they are in memory; ``publish`` copies the others.
         if bucket.streamed:
-            bucket.weights.written = False
-            bucket.weights.refresh()
+            bucket.weights.refresh_anew()
         bucket.put_away()
 
     @override

@@ -435,7 +435,7 @@ class FusedStep:
             states = [part.run.rows(state, part.lo, part.hi) for state in part.run.states]
             calls[key].add(bucket, part.index, part.run.lo + part.lo, part.run.lo + part.hi, states, out)
         for bucket, target in targets.items():
-            bucket.weights.written = target is not None
+            bucket.weights.note_kernel(writes_copy=target is not None)
         try:
             if self._kernel.second is not None:
                 launch_both(self._kernel.second, list(calls.values()), norms, found_inf)

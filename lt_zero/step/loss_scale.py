@@ -40,7 +40,7 @@ from torch import Tensor
 from lt_zero.common import accelerator
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.users_code import warn
-from lt_zero.config.precision import DtypePolicy, ScalerRules
+from lt_zero.engine.dtypes import DtypePolicy, ScalerRules
 from lt_zero.engine.engine import Engine
 from lt_zero.step.overflow import FiniteWatch, nonfinite_parameters, nonfinite_warning, overflow_report
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
@@ -105,6 +105,10 @@ class LossScaler:
     def at_minimum(self) -> bool:
         """True if an overflow can no longer lower the scale."""
         return self.rules.dynamic and self.scale <= self.rules.minimum
+
+    def go_on_at(self, scale: float) -> None:
+        """Go on at the scale of another implementation, or at the minimum if that is larger."""
+        self.scale = max(scale, self.rules.minimum)
 
     def update(self, overflow: bool) -> bool:
         """Account for one step; returns False if the scale should have dropped but is at its minimum."""
@@ -221,7 +225,7 @@ class LossScaleController:
             # An ordinary loss is checked on the host, with four operations less.
             plain = type(loss) is Tensor and loss.numel() == 1 and loss.is_floating_point()
             finite = math.isfinite(loss.item()) if plain else bool(torch.isfinite(loss.detach()).all())
-            engine.unused_parameters.nonfinite |= not finite
+            engine.note_loss(finite)
 
     def scaled(self, engine: Engine | None, loss: Tensor) -> Tensor:
         """The loss times the loss scale, in fp32, as it may overflow fp16; checked as by ``see_loss``."""
@@ -264,6 +268,10 @@ class LossScaleController:
                 sharded.found_inf = torch.isfinite(self.norm).logical_not().float()
             else:
                 self.skip = not bool(torch.isfinite(self.norm))
+
+    def forget_norm(self) -> None:
+        """Forget the norm of the gradients, which user code may change now."""
+        self.norm = None
 
     def _notice(self, engine: Engine, bad: bool) -> None:
         """Warn once that gradients are not finite. Collective if ``bad``, which is the same on all ranks."""
@@ -356,7 +364,7 @@ class LossScaleController:
         skip, some, found_inf = self.skip, self._some, sharded.found_inf
         self._forget()
         # The gradients are spent even if the step was skipped.
-        sharded.engine.grad_views.spent = True
+        sharded.engine.grad_views.spend()
         if not self.checks or not some:
             return
         counter = self.counter(number)

@@ -100,20 +100,17 @@ class Overlap:
         if manager is None or not self._can_begin():
             yield
             return
-        reducer = self._engine.reducer
-        reducer.on_reduced = self._landed
         try:
-            with manager.streaming():
+            with self._engine.reducer.stepping(self._landed), manager.streaming():
                 yield
         except BaseException:
             self._end_early()
             raise
         finally:
-            reducer.on_reduced = None
             self._backwards = self._engine.backwards
             for bucket in self._early:
                 # Backward is over, so later forwards may gather the bucket again.
-                bucket.stepped_early = False
+                bucket.end_early_step()
 
     def _stepping_manager(self) -> OffloadManager | None:
         """The manager with a background thread; None: there is no thread."""
@@ -154,9 +151,11 @@ class Overlap:
         self._early[bucket] = bucket.grads.changes
         if accelerator.holds(bucket.shard):
             self._stepped_digests[bucket] = bucket.edits.differs()
-        bucket.stepped_early = True
+        bucket.begin_early_step()
         names = ", ".join(repr(bucket.name) for bucket in list(self._early)[:3])
-        self._offload.partially_stepped = f"{len(self._early)} of {len(self._engine.buckets)} buckets ({names}, ...)"
+        self._offload.note_partially_stepped(
+            f"{len(self._early)} of {len(self._engine.buckets)} buckets ({names}, ...)"
+        )
         limit = _WAITING if bucket.grads.streamed else None
         self._submit(bucket, lambda: self._step_early(bucket, parts), None, limit)
         return True
@@ -198,7 +197,7 @@ class Overlap:
         if self.early and same and not problem and self._backwards == self._engine.backwards:
             assert self._fused is not None
             if self._fused.has_same_groups():
-                self._offload.partially_stepped = ""
+                self._offload.end_partially_stepped()
         if self._offload.overlaps:
             self._offload.refuse_partially_stepped(self._engine.world, problem)
         return self.early
@@ -206,7 +205,7 @@ class Overlap:
     def _end_early(self) -> set[Bucket]:
         early, self._early, self._stepped_digests = set(self._early), {}, {}
         for bucket in early:
-            bucket.stepped_early = False
+            bucket.end_early_step()
         return early
 
     # ---- beside the next forward -------------------------------------------------------------------------------
@@ -272,5 +271,5 @@ class Overlap:
     def forget_states(self) -> None:
         """Make the next step no background step, as it moves states, which were loaded, to the bucket stores."""
         self._steady = {}
-        self._offload.partially_stepped = ""
+        self._offload.end_partially_stepped()
         self._end_early()

@@ -90,7 +90,7 @@ class ReducedGrads:
     def carry(self, scale: float) -> None:
         """Let all gradients, reduced or not, carry this loss scale. Not collective."""
         self._engine.exchange.set_loss_scale(scale)
-        self._engine.grad_views.defers = _rounds(scale)
+        self._engine.grad_views.expect_factor(rounds=_rounds(scale))
         if scale != self.loss_scale:
             factor, self.loss_scale = scale / self.loss_scale, scale
             # A factor that rounds is multiplied together with that of clipping, so that the bits are the same at all

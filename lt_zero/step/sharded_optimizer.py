@@ -16,7 +16,8 @@ import functools
 import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -153,9 +154,9 @@ class ShardedOptimizer(ProcessLocal):
         self.options = StepOptions(self.fragments)
         engine.same_on_ranks.begin(self.options)
         manager = engine.offload_manager
-        whole = engine.config.zero_optimization.shard_along == "parameter" or not engine.sharded_optim
+        whole = engine.options.shard_along == "parameter" or not engine.sharded_optim
         divided = engine.sharded_optim or manager.streams or engine.has_groups
-        elementwise = engine.config.zero_optimization.optimizer_is_elementwise
+        elementwise = engine.options.optimizer_is_elementwise
         gather = partial(engine.peers.host_gather, name=f"trials of {type(optimizer).__name__}")
         check_supported(optimizer, divided, whole, elementwise, gather)
         spans = {id(p): bucket.layout.spans[index] for bucket, index, p in self.fragments.places()}
@@ -170,7 +171,7 @@ class ShardedOptimizer(ProcessLocal):
         self.engine, self.optimizer = engine, optimizer
         self.found_inf: Tensor | None = None  # 0D fp32: the kernel skips the step if it is not zero
         self.before_state_dict: Callable[[], object] = lambda: None  # waits for the outcome of the last step
-        self.by_bucket = False  # the caller of ``state_dict`` reads stored states bucket by bucket
+        self._by_bucket = False  # see ``by_bucket``
         self._depth = 0  # nested calls of step
         self._entered = 0  # ``Engine.backwards`` when the running step began
         self._staging = False  # the optimizer steps a single bucket now
@@ -185,7 +186,7 @@ class ShardedOptimizer(ProcessLocal):
         engine.exchange.connect(optimizer, self.fragments)
         if isinstance(optimizer, ExchangingOptimizer):
             engine.before_reading.append(self._end_interval)
-        fused = engine.config.fused_step and bool(FusedStep.operation_of(optimizer))
+        fused = engine.options.fused_step and bool(FusedStep.operation_of(optimizer))
         self.fused = FusedStep(self.fragments, self._norms) if fused else None
         self.grads = ReducedGrads(self.fragments)
         self.overlap = Overlap(self.fragments, self.fused, self.grads)
@@ -342,7 +343,7 @@ class ShardedOptimizer(ProcessLocal):
         self.fragments.drop({step.bucket for step in plan if step.path not in (StepPath.STAGED, StepPath.TORCH)})
         if (steps[StepPath.STAGED] or steps[StepPath.TORCH]) and not self._told:
             self._told = True
-            name, on = type(self.optimizer).__name__, self.engine.config.fused_step
+            name, on = type(self.optimizer).__name__, self.engine.options.fused_step
             why = self.fused.refusal() if self.fused is not None else "it has no kernel" if on else "by fused_step"
             log.info("%s is stepped by its own step, not by a kernel of lt_zero: %s", name, why)
         for step in steps[StepPath.STAGED]:
@@ -500,11 +501,20 @@ class ShardedOptimizer(ProcessLocal):
             return
         self._finish()
         self.widen()
-        self.engine.grad_views.spent = True
+        self.engine.grad_views.spend()
         # The background thread publishes the buckets in ``late`` when it has stepped them.
         self.engine.publish(self._buckets() - self.overlap.late)
         if self.engine.offload_manager.overlaps:
             self.overlap.end_step()
+
+    @contextmanager
+    def by_bucket(self) -> Iterator[None]:
+        """Context of a ``state_dict`` whose caller reads stored states by itself, bucket by bucket."""
+        self._by_bucket = True
+        try:
+            yield
+        finally:
+            self._by_bucket = False
 
     def widen(self) -> None:
         """Put the module's parameters back into the groups; no-op outside of a step."""
@@ -567,7 +577,7 @@ class ShardedOptimizer(ProcessLocal):
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         self.before_state_dict()
         self.engine.finish_steps()
-        if not self.by_bucket:
+        if not self._by_bucket:
             for bucket in self._buckets():
                 for store in bucket.step_stores():
                     # Mark the states as changed: the caller of ``state_dict`` may edit them.

@@ -235,7 +235,7 @@ def _odd_modules() -> None:
         lt_zero.shard(model, config)
     assert [problem.key for problem in caught.value.problems] == [KEY]
     engine = lt_zero.shard(net(), config)
-    install(engine)
+    install(engine, ZeroConfig.of(config))
     (end_step,) = engine.after_step
     end_step()
     with pytest.warns(UserWarning, match="none could be measured"):

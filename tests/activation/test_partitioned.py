@@ -24,7 +24,7 @@ from lt_zero.activation.partitioned import PartitionedStore, _Digests
 from lt_zero.activation.stores import ActivationStore
 from lt_zero.comm.part_ranks import PartRanks
 from lt_zero.comm.world import World
-from lt_zero.config.blocks import ActivationCheckpointing, Aio
+from lt_zero.config.blocks import ActivationCheckpointing
 from lt_zero.offload import host_store
 from tests.support.matrix import only
 from tests.support.pool import Pool
@@ -43,7 +43,7 @@ def opened(place: str = "device", folder: Path | None = None) -> PartitionedStor
     ranks = PartRanks(world, parts, world.new_group(None, parts, closes=True))
     with mock.patch.object(host_store, "_apart", True), mock.patch.object(stores, "_MIN_BYTES", 1):
         made = open_store(
-            ActivationCheckpointing(partition_activations=True, **block), CPU, DEPTH, Aio(), dist.get_rank(), ranks
+            ActivationCheckpointing(partition_activations=True, **block), CPU, DEPTH, rank=dist.get_rank(), ranks=ranks
         )
     assert isinstance(made, PartitionedStore)
     return made

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from typer.testing import CliRunner
 
 import lt_zero
+from lt_zero.build import built_by
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.load import as_lightning, restore_weights
 from lt_zero.checkpoint.native.pieces import (
@@ -152,7 +153,7 @@ def _load_rows(path: str, want: dict[str, Tensor]) -> None:
 
 def _restore(engine: Engine, sharded: ShardedOptimizer, path: str) -> None:
     saved = as_lightning(Archive(path))
-    restore_weights(engine.root, engine, engine.config, saved["state_dict"], strict=True)
+    restore_weights(engine.root, engine, built_by(engine), saved["state_dict"], strict=True)
     restore_optimizers(engine, {0: (sharded.optimizer, saved["optimizer_states"][0])})
     decays = [group["weight_decay"] for group in sharded.optimizer.param_groups]
     assert decays == [0.2, 0.1]

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from lt_zero import ZeroConfig, ZeroStrategy
 from lt_zero.comm import objects, ranks
 from lt_zero.comm.comm_log import CommLog, bus_factor, comm_table
+from lt_zero.comm.options import RecordedCollectives
 from lt_zero.comm.ranks import Unlogged
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import SendBuffer
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.common.errors import ConfigError
-from lt_zero.config.blocks import CommsLogger
 from tests.support.lightning_tools import GPT, sharded_trainer
 from tests.support.matrix import only
 from tests.support.pool import Pool
@@ -158,7 +158,7 @@ def _delayed(seconds: float) -> Any:
     world = World.join(torch.device("cpu"), new_log=CommLog)
     group, log = ShardGroup.of_all(world), world.log
     assert isinstance(log, CommLog)
-    log.configure(CommsLogger(enabled=True, debug=True))
+    log.configure(RecordedCollectives())
     log.clear()
     dist.barrier()
     late = seconds if dist.get_rank() == 1 else 0.0
@@ -209,7 +209,7 @@ def test_lines_records_and_table() -> None:
             opened = log.open("all_reduce", name, size)
             assert opened is not None
             log.close(opened, log.now(opened)) if name == "b" else log.close(opened, opened.launched)
-        log.configure(CommsLogger(enabled=True, verbose=True, prof_all=False, prof_ops=("all-reduce", "broadcast")))
+        log.configure(RecordedCollectives(frozenset({"all_reduce", "broadcast"}), by_name=False, prints=True))
         assert log.open("all_gather", "c", 16) is None
         opened = log.open("broadcast", "d", 4)
         assert opened is not None

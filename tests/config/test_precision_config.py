@@ -14,7 +14,8 @@ from lightning.pytorch.plugins import DoublePrecision, MixedPrecision, Precision
 from torch.amp import GradScaler
 
 from lt_zero import ConfigError, FabricZeroStrategy, ZeroConfig, ZeroPrecision, ZeroStrategy
-from lt_zero.config.precision import MODES, ScalerRules, dtype_policy, on_min_scale, resolve_mode
+from lt_zero.config.precision import MODES, dtype_policy, on_min_scale, resolve_mode
+from lt_zero.engine.dtypes import ScalerRules
 from tests.support.lightning_tools import QUIET
 
 

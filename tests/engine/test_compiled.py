@@ -291,9 +291,7 @@ def test_blocks_run_as_they_were_once_they_are_compiled_no_more() -> None:
     counters.clear()
     net = Net(depth=DEPTH)
     wanted = net(tokens(0, 0, 0))
-    compiled = compile_blocks(
-        net, config_of(1, compile=BACKEND).compile, ShardGroup.of_all(World.join(torch.device("cpu")))
-    )
+    compiled = compile_blocks(net, "eager", {}, ShardGroup.of_all(World.join(torch.device("cpu"))))
     assert all(is_compiled(block) for block in net.blocks)
     compiled.remove()
     assert not any(is_compiled(module) for module in net.modules())

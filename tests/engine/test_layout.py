@@ -13,10 +13,11 @@ from torch import nn
 from lt_zero import ZeroConfig
 from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.errors import ConfigError
+from lt_zero.config.options import engine_options
 from lt_zero.config.precision import dtype_policy
 from lt_zero.engine.find_units import UnitRules, find_units
 from lt_zero.engine.layout import ALIGN, plan_bucket, split_by_size
-from lt_zero.engine.partition import KeptForms, plan_engine
+from lt_zero.engine.partition import plan_engine
 from tests.support.models import Block, Net
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=8)
@@ -167,7 +168,7 @@ def test_explicit_classes() -> None:
 def test_names_that_match_nothing_are_errors(stage: int, zero: dict[str, object], told: str) -> None:
     config = ZeroConfig.of({"zero_optimization": {"stage": stage, **zero}})
     with pytest.raises(ConfigError, match=told):
-        plan_engine(Net(), config, dtype_policy(config, "32-true"), KeptForms(), 2)
+        plan_engine(Net(), engine_options(config, dtype_policy(config, "32-true")), 2)
 
 
 def test_a_module_that_is_registered_twice() -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
+from lt_zero.build import built_by
 from tests.support.docs_tools import BLOCKS
 from tests.support.lightning_tools import torchrun_env
 from tests.support.models import Net, next_token_loss
@@ -65,7 +66,7 @@ def _configured(config: Any) -> None:
     net = Net()
     reference = copy.deepcopy(net)
     engine = lt_zero.shard(net, config)
-    assert engine.config.zero_optimization.stage == 2
+    assert built_by(engine).zero_optimization.stage == 2
     optimizer = lt_zero.ShardedOptimizer(engine, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
     expected = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
     for step in range(3):

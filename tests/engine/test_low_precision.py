@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ZeroConfig
-from lt_zero.config.precision import DtypePolicy
+from lt_zero.engine.dtypes import DtypePolicy
 from lt_zero.lightning.model_report import dtype_table, has_one_dtype, memory_report
 from lt_zero.lightning.precision import sharded_of
 from lt_zero.step.loss_scale import LossScaleController

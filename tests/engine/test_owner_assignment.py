@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 import lt_zero
 from lt_zero import estimate
 from lt_zero.common.boxes import ParamSpec
+from lt_zero.config.options import engine_options
 from lt_zero.config.precision import dtype_policy
 from lt_zero.engine.layout import ALIGN, Owners, aligned, join, plan_bucket, share_out, split_by_size
-from lt_zero.engine.partition import KeptForms, plan_engine
+from lt_zero.engine.partition import plan_engine
 from lt_zero.engine.storage_plan import HOST
 from lt_zero.offload import host_store
 from lt_zero.optim import Lamb, Muon, muon_groups
@@ -113,7 +114,7 @@ def test_padding_of_the_demo_is_what_the_documentation_says(stage: int, most: tu
         model = GPT(depth=24)
     config = lt_zero.ZeroConfig.of({"zero_optimization": {"stage": stage, **ALONG}})
     for world, limit in zip((2, 4, 8), most, strict=True):
-        plan = plan_engine(model, config, dtype_policy(config, "32-true"), KeptForms(), world)
+        plan = plan_engine(model, engine_options(config, dtype_policy(config, "32-true")), world)
         have = sum(p.numel() for p in model.parameters())
         held = sum(bucket.layout(world).numel for bucket in plan.buckets)
         assert plan.padding(world) == pytest.approx(held / have - 1)

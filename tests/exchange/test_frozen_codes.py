@@ -15,10 +15,10 @@ from torch.nn import functional as F
 import lt_zero
 from lt_zero import ConfigError
 from lt_zero.common.boxes import Box, ParamSpec
+from lt_zero.config.options import engine_options
 from lt_zero.config.precision import dtype_policy
 from lt_zero.engine.full_params import full_parameters
 from lt_zero.engine.partition import plan_engine, warn_of_blocks
-from lt_zero.exchange.plan import plan_forms
 from lt_zero.ops.nf4 import RESTING
 from lt_zero.planning.check import measured
 from lt_zero.planning.forecast import WEIGHTS
@@ -227,8 +227,7 @@ def test_parts_that_cut_through_blocks_are_named() -> None:
         model = nn.ParameterDict({name: torch.zeros(sizes) for name, (_, sizes) in parts.items()})
         model.requires_grad_(False)
         config = config_of(3, quantize=bits)
-        policy = dtype_policy(config, "32-true")
-        plan = plan_engine(nn.Sequential(model), config, policy, plan_forms(config, policy), 2, specs)
+        plan = plan_engine(nn.Sequential(model), engine_options(config, dtype_policy(config, "32-true")), 2, specs)
         with pytest.warns(UserWarning, match=text):
             warn_of_blocks(plan, bits)
 

@@ -15,8 +15,10 @@ from torch.utils.data import DataLoader
 
 import lt_zero
 from lt_zero import ZeroConfig, ZeroStrategy
+from lt_zero.build import built_by
 from lt_zero.common.errors import ConfigError
-from lt_zero.engine.partition import hidden_size, widths_of, with_sizes
+from lt_zero.config.options import with_sizes
+from lt_zero.engine.partition import hidden_size, widths_of
 from tests.support.lightning_tools import QUIET
 from tests.support.plain_module import AUTO, SGD, Own, Plain, run
 from tests.support.pool import Pool
@@ -307,7 +309,7 @@ def test_validating_comes_first() -> None:
     module = Validates()
     trainer.validate(module, verbose=False)
     engine = trainer.strategy.engine
-    assert engine.config.zero_optimization.reduce_bucket_size == 36
+    assert built_by(engine).zero_optimization.reduce_bucket_size == 36
     trainer.fit(module)
     assert trainer.strategy.engine is engine
     assert trainer.strategy.config.zero_optimization.stage3_param_persistence_threshold == 60

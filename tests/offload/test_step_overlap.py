@@ -288,7 +288,7 @@ def _again() -> None:
         _, engine, _ = train(3, offload(None, "auto", True), steps=1)
         engine.gatherer.release_all()
         bucket = next(b for b in engine.buckets if not b.resident)
-        bucket.stepped_early = True
+        bucket.begin_early_step()
         with pytest.raises(RuntimeError, match="needed again after its gradients were complete"):
             bucket.gather()
 

@@ -15,6 +15,7 @@ import torch
 
 from lt_zero.common.codec import Codec
 from lt_zero.config.blocks import Aio
+from lt_zero.config.options import io_options
 from lt_zero.engine import offload_manager
 from lt_zero.io.pinned import aligned_buffer
 from lt_zero.offload import host_store, nvme_store
@@ -172,7 +173,7 @@ def test_a_gather_is_launched_after_the_copy_that_it_reads() -> None:
 
 def test_one_file_has_a_state_of_all_buckets_in_their_forms(tmp_path: Path) -> None:
     forms, numels = [CodedMoments(), PlainMoments(torch.float32)], [102_400, 20_480]
-    files = nvme_store.NvmeFiles(tmp_path, 0, Aio(), numels, forms)
+    files = nvme_store.NvmeFiles(tmp_path, 0, io_options(Aio()), numels, forms)
     coded, wide = (
         files.place(i, None).state("exp_avg", n, form) for i, (n, form) in enumerate(zip(numels, forms, strict=True))
     )
@@ -192,7 +193,7 @@ def test_one_file_has_a_state_of_all_buckets_in_their_forms(tmp_path: Path) -> N
 
 def test_files_have_no_room_for_what_a_frozen_bucket_does_not_keep(tmp_path: Path) -> None:
     forms = [PlainMoments(torch.float32)] * 2
-    files = nvme_store.NvmeFiles(tmp_path, 0, Aio(), [20_480, 10_240], forms, trains=[False, True])
+    files = nvme_store.NvmeFiles(tmp_path, 0, io_options(Aio()), [20_480, 10_240], forms, trains=[False, True])
     frozen, trained = (files.place(i, None) for i in range(2))
     frozen.store("weights", 20_480, torch.float32)
     assert files.bytes_on_disk == 30 * 4096
@@ -216,7 +217,7 @@ def test_files_have_no_room_for_what_a_frozen_bucket_does_not_keep(tmp_path: Pat
 def test_files_have_room_for_codes_and_no_more(tmp_path: Path, codec: Codec) -> None:
     numel = 1_024_000
     form = PlainMoments(torch.float32)
-    files = nvme_store.NvmeFiles(tmp_path, 0, Aio(), [numel], [form], trains=[False], codec=codec)
+    files = nvme_store.NvmeFiles(tmp_path, 0, io_options(Aio()), [numel], [form], trains=[False], codec=codec)
     store = files.place(0, None).store(CODES, codec.nbytes(numel), torch.uint8)
     assert files.bytes_on_disk == -(-codec.nbytes(numel) // 4096) * 4096
     store.overwrite().fill_(3)
@@ -238,7 +239,7 @@ def test_buffers_of_files_are_pinned_if_they_are_copied_to_a_gpu(
         return aligned_buffer(nbytes)
 
     monkeypatch.setattr(nvme_store, "host_buffer", buffer)
-    files = nvme_store.NvmeFiles(tmp_path, 0, Aio(), [5000], [PlainMoments(torch.float32)], pin=pin)
+    files = nvme_store.NvmeFiles(tmp_path, 0, io_options(Aio()), [5000], [PlainMoments(torch.float32)], pin=pin)
     store = files.place(0, None).store("master", 5000, torch.float32)
     store.overwrite().fill_(1.0)
     store.end_use()

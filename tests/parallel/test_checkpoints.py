@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import lt_zero
+from lt_zero.build import built_by
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.load import as_lightning, restore_weights
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names, weight_fragments
@@ -41,7 +42,7 @@ def save(run: Run, path: str) -> None:
 def load(run: Run, path: str) -> None:
     archive = Archive(path)
     found = as_lightning(archive)
-    restore_weights(run.model, run.engine, run.engine.config, found["state_dict"], strict=True)
+    restore_weights(run.model, run.engine, built_by(run.engine), found["state_dict"], strict=True)
     Progress(stepped=True).restore(run.engine, None)
     restore_optimizers(run.engine, {0: (run.optimizer, found["optimizer_states"][0])})
     archive.close()

@@ -145,7 +145,7 @@ def _refused(stage: int, when: str) -> None:
         engine = engine_of(Ranks(1, 2), config)
         be_poor()
         with pytest.raises(NotEnoughMemory, match="No setting fits"):
-            check_optimizers(engine, [torch.optim.AdamW(engine.root.parameters())])
+            check_optimizers(engine, config, [torch.optim.AdamW(engine.root.parameters())])
 
 
 @pytest.mark.parametrize(("stage", "when"), only_rows([(3, "stepping")], [(1, "building"), (3, "stepping")]))

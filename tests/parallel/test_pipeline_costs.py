@@ -11,6 +11,7 @@ import pytest
 from torch import nn
 
 from lt_zero import ZeroConfig, estimate
+from lt_zero.build import built_by
 from lt_zero.common.errors import ConfigError
 from lt_zero.parallel.pipeline.schedules import bubble, in_flight, running
 from lt_zero.planning.check import measured
@@ -76,7 +77,7 @@ def _states(ranks: Ranks, stage: int) -> None:
     run = start(ranks, stage, "adamw", specs)
     for number in range(2):
         run.step(number)
-    config = run.engine.config
+    config = built_by(run.engine)
     stages = stages_of_module(partial(Model, specs), config)
     mine = stages[run.mesh.pipeline_rank]
     cast = estimate(mine, config, ranks.all, device="cpu", optimizer="adam", saves=False)

@@ -14,6 +14,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lt_zero.build import built_by
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.blocks import PipelineParallel
 from lt_zero.parallel import LayerSpec, Pipeline
@@ -380,7 +381,7 @@ def test_data_ranks_with_other_numbers_of_samples(pool: Pool, stage: int) -> Non
 
 def _checked() -> None:
     run = start(Ranks(1, 1, 3), 3, prepare=_frozen(("scale",)))
-    check_optimizers(run.engine, [run.optimizer])
+    check_optimizers(run.engine, built_by(run.engine), [run.optimizer])
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lt_zero.build import built_by
 from lt_zero.checkpoint.native.pieces import full_optimizer_state
 from lt_zero.common.errors import ConfigError
 from lt_zero.parallel import LayerSpec, Pipeline, TiedLayerSpec
@@ -33,7 +34,7 @@ def wide_end() -> list[Any]:
 def _auto() -> list[int]:
     run = start(Ranks(), 1, "sgd", wide_end, zero=dict.fromkeys(SIZES, "auto"))
     run.step(0)
-    return [getattr(run.engine.config.zero_optimization, name) for name in SIZES]
+    return [getattr(built_by(run.engine).zero_optimization, name) for name in SIZES]
 
 
 def test_automatic_sizes_are_those_of_the_whole_model(pool: Pool) -> None:

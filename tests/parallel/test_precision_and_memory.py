@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import lt_zero
+from lt_zero.build import built_by
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.precision import dtype_policy
 from lt_zero.offload import host_store
@@ -136,7 +137,7 @@ def _gated(stage: int, bad: set[int], drop: bool) -> dict[str, Tensor]:
     """At steps ``bad`` the gradient of one parameter overflows on rank 3; with ``drop`` these steps are left out."""
     block = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 1000, "hysteresis": 9}
     run = start(MESH, stage, "adamw", fp16=block)
-    gate = LossScaleController(run.engine.policy, run.engine.config.on_min_scale)
+    gate = LossScaleController(run.engine.policy, built_by(run.engine).on_min_scale)
     for step in range(4):
         if drop and step in bad:
             continue

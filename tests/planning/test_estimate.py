@@ -292,7 +292,7 @@ def _reusable(rows: Any, limit: int) -> Any:
     return {row.group: {row.send_dtype(row.dtype): 150_000} for row in rows}
 
 
-def _nothing_encoded(config: Any, exchange: Any, training: Any, bucket: Any, group: Any) -> Any:
+def _nothing_encoded(exchange: Any, resting: Any, training: Any, bucket: Any, group: Any) -> Any:
     return Codecs()  # type: ignore[name-defined] # noqa: F821  (a name of the module whose function this becomes)
 
 

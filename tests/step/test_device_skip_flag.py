@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lt_zero
 from lt_zero import ops
-from lt_zero.config.precision import DtypePolicy
+from lt_zero.engine.dtypes import DtypePolicy
 from lt_zero.optim import Lamb, Lion
 from lt_zero.step.loss_scale import LossScaleController
 from tests.support.host_waits import HostWaits

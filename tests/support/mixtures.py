@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lt_zero
+from lt_zero.build import built_by
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.load import as_lightning, restore_weights
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names, weight_fragments
@@ -130,7 +131,7 @@ class MixtureRun(NamedTuple):
     def load(self, path: str) -> None:
         archive = Archive(path)
         found = as_lightning(archive)
-        restore_weights(self.model, self.engine, self.engine.config, found["state_dict"], strict=True)
+        restore_weights(self.model, self.engine, built_by(self.engine), found["state_dict"], strict=True)
         Progress(stepped=True).restore(self.engine, None)
         restore_optimizers(self.engine, {0: (self.optimizer, found["optimizer_states"][0])})
         archive.close()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lt_zero.build import built_by
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.load import as_lightning, restore_weights
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names
@@ -76,7 +77,7 @@ def load(run: Run, path: str) -> None:
     archive = Archive(path)
     found = as_lightning(archive)
     left_out = left_out_here(run.engine, found["lt_zero"]["frozen_left_out"])
-    restore_weights(run.model, run.engine, run.engine.config, found["state_dict"], True, left_out)
+    restore_weights(run.model, run.engine, built_by(run.engine), found["state_dict"], True, left_out)
     Progress.of({**found, "global_step": 1}).restore(run.engine, None)
     restore_optimizers(run.engine, {0: (run.optimizer, found["optimizer_states"][0])})
     archive.close()

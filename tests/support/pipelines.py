@@ -17,7 +17,7 @@ import lt_zero
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.config import ZeroConfig
-from lt_zero.config.precision import DtypePolicy
+from lt_zero.engine.dtypes import DtypePolicy
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_parameters
 from lt_zero.parallel import LayerSpec, Pipeline, TiedLayerSpec

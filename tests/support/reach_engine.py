@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero import ZeroConfig
 from lt_zero.common.errors import ConfigError
+from lt_zero.config.options import exchange_options
 from lt_zero.engine.bucket import State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.grad_reducer import GradReducer
 from lt_zero.exchange.gradient_compression import GradientCompression
-from lt_zero.exchange.plan import codec_of
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.ops import TopK, library
 from lt_zero.planning.limits import NotEnoughMemory
@@ -179,7 +179,7 @@ def compressed(lab: Lab, config: Config) -> Any:
 
 
 def codec(lab: Lab, config: Config) -> Any:
-    found = codec_of(plugin_of(lab, config)[0])
+    found = exchange_options(plugin_of(lab, config)[0]).codec
     assert isinstance(found, TopK)
     return found.share, found.huffman
 

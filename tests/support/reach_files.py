@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 
+from lt_zero.config.options import engine_options
 from lt_zero.engine import offload_manager
 from lt_zero.io.swap_file import SwapFile
 from lt_zero.io.thread_pool import IoPool, SwapError
@@ -46,6 +47,7 @@ def pinned(lab: Lab, config: Config) -> Any:
     """Whether a GPU would have page-locked memory: for buckets, for what crosses to it."""
     made, _ = plugin_of(lab, config)
     engine, asked = engine_of(lab, {}), []
+    options = engine_options(made, engine.policy)
 
     def link(device: torch.device, pin: bool, nbytes: int) -> Any:
         asked.append(pin)
@@ -59,7 +61,7 @@ def pinned(lab: Lab, config: Config) -> Any:
         mock.patch.object(offload_manager, "HostLink", link),
         mock.patch.object(host_store, "host_buffer", buffer),
     ):
-        manager = offload_manager.open_offload(engine.world, engine.buckets, made, torch.device("cuda"))
+        manager = offload_manager.open_offload(engine.world, engine.buckets, options, torch.device("cuda"))
         assert manager.host_link is not None
         host_store.host_place(manager.host_link).store("weights", 1, torch.float32).overwrite()
     return asked

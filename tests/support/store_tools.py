@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lt_zero.activation.checkpointing import open_store
 from lt_zero.activation.stores import ActivationStore
 from lt_zero.config.blocks import ActivationCheckpointing, Aio
+from lt_zero.config.options import io_options
 
 CPU = torch.device("cpu")
 WIDTH = 32
@@ -49,7 +50,7 @@ def rows(seed: int = 0, count: int = ROWS, device: torch.device = CPU) -> Tensor
 
 def opened(place: str, folder: Path, count: int = 6, device: torch.device = CPU, **keys: Any) -> ActivationStore:
     block = PLACES[place] | ({"nvme_path": folder} if place == "files" else {}) | keys
-    store = open_store(ActivationCheckpointing(**block), device, count, Aio(checksum=True))
+    store = open_store(ActivationCheckpointing(**block), device, count, io_options(Aio(checksum=True)))
     assert isinstance(store, ActivationStore)
     return store
 

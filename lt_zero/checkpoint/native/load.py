@@ -563,7 +563,7 @@ def restore_weights(
         RuntimeError: names or shapes do not match, as in torch.
     """
     if engine is not None:
-        engine.stepped = False
+        engine.note_loaded(after_step=False)
         if not config.zero_optimization.load_from_fp32_weights:
             state = rounded_weights(engine, state)
     with engine.replaced.restoring() if engine is not None else nullcontext():

@@ -175,11 +175,8 @@ def packed_states(sharded: ShardedOptimizer) -> tuple[dict[str, Any], dict[int, 
     """
     sharded.engine.prepare_reading()
     optimizer, parameters = sharded.optimizer, sharded.parameters()
-    sharded.by_bucket = True
-    try:
+    with sharded.by_bucket():
         packed = optimizer.state_dict()
-    finally:
-        sharded.by_bucket = False
     numbers = {id(p): n for n, p in zip(parameter_numbers(packed), parameters, strict=True)}
     foreign = (p for p in parameters if id(p) not in sharded.engine.owner and p in optimizer.state)
     return {**packed, "state": {numbers[id(p)]: optimizer.state[p] for p in foreign}}, numbers

@@ -20,7 +20,6 @@ from lt_zero.config.blocks.distribution import (
     ZeroOptimization,
 )
 from lt_zero.config.blocks.monitoring import (
-    OPERATIONS,
     Comet,
     CommsLogger,
     CsvMonitor,
@@ -65,7 +64,6 @@ __all__ = [
     "LayerRule",
     "LeafModule",
     "LongSequences",
-    "OPERATIONS",
     "OffloadOptimizer",
     "OffloadParam",
     "OptimizerBlock",

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from lt_zero.comm.options import CommunicationOptions
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.fields import Block, Elements, Folder, Names, Positive, Real, Whole, key, lower, scalars
 from lt_zero.common.numbers import to_whole_number
@@ -290,7 +291,7 @@ class Communication(Block):
         0.0, "share of the ranks whose gradients a sum does not wait for: they are in a later one (gloo)", ge=0, lt=1
     )
     link_timeout: Real = key(
-        120.0,
+        CommunicationOptions.link_timeout,
         "seconds for which a link may be cut, or a host not answer, before ranks give each other up with an error; "
         "processes that end are noticed at once (gloo; NCCL has limits of its own)",
         ge=1,

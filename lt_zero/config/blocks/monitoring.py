@@ -6,24 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, SecretStr
 
+from lt_zero.comm.options import OPERATIONS
 from lt_zero.common.fields import Block, Elements, Names, Positive, Real, Whole, key
 
 # DeepSpeed's documentation writes null for "not given", its code an empty string.
 _none_if_empty = BeforeValidator(lambda value: value or None)
 _empty_if_none = BeforeValidator(lambda value: "" if value is None else value)
 _text = BeforeValidator(lambda value: str(value) if type(value) is int else value)  # YAML: digits are a number
-
-# Operations of comm/, by their names in torch.distributed and DeepSpeed.
-OPERATIONS: dict[str, tuple[str, ...]] = {
-    "all_gather": ("all_gather_into_tensor", "all_gather_single", "all_gather_base"),
-    "reduce_scatter": ("reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter_base"),
-    "all_reduce": (),
-    "all_to_all": ("all_to_all_single",),
-    "broadcast": (),
-    "barrier": (),
-    "all_gather_object": (),
-    "broadcast_object_list": (),
-}
 
 
 def operation_of(name: str) -> str | None:

@@ -37,6 +37,7 @@ from lt_zero.common.tables import show
 from lt_zero.common.tensor_tree import rows_of
 from lt_zero.config import ZeroConfig
 from lt_zero.config.document import masked
+from lt_zero.config.options import recorded_collectives
 from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.monitor.breakdown import EVERY, MemoryPhases, StepClock
 from lt_zero.lightning.monitor.flops import FlopCount
@@ -103,7 +104,7 @@ class RunMonitor:
     def record(self, world: World, new: bool) -> None:
         """Start recording the collectives of a run; ``new``: the process groups were just made."""
         if isinstance(world.log, CommLog):
-            world.log.configure(self._config.comms_logger) if new else world.log.clear()
+            world.log.configure(recorded_collectives(self._config.comms_logger)) if new else world.log.clear()
 
     def start(self, run: RunSnapshot, new: bool) -> None:
         """Start the monitors of a fit; ``new``: its engine was just built. Collective."""

@@ -169,7 +169,7 @@ class Runner(ProcessLocal):
                 return self._outputs(batch)
             loss = self._mean(batch, count)
         finally:
-            self.engine.reducer.sync = batch.sync
+            self.engine.set_requires_gradient_sync(batch.sync)
             self.batch = _Batch([], None, 1.0, None, False)
         if not trains:
             return loss
@@ -297,7 +297,7 @@ class Runner(ProcessLocal):
         schedule, numbers = self._schedules[signature], torch.arange(count)
         given: dict[str, Any] = {"target": numbers, "return_outputs": False}
         if self.batch.trains:
-            self.engine.reducer.sync = False
+            self.engine.set_requires_gradient_sync(False)
         with _quiet():
             (schedule.step if self.batch.trains else schedule.eval)(
                 *([numbers] if 0 in self._position.own else ()), **given
@@ -377,7 +377,7 @@ class Runner(ProcessLocal):
         """Context of a backward of a stage of this rank."""
         batch = self.batch
         batch.backwards += 1
-        self.engine.reducer.sync = batch.sync and batch.backwards == batch.last_backward
+        self.engine.set_requires_gradient_sync(batch.sync and batch.backwards == batch.last_backward)
         device = self.engine.device.type
         with torch.autocast(device, enabled=False), self.engine.backward_pass(self._buckets[stage]):
             yield

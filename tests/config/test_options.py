@@ -1,0 +1,259 @@
+"""The translation of a configuration to the options of what it configures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lt_zero import ZeroConfig
+from lt_zero.comm.options import CommunicationOptions, RecordedCollectives
+from lt_zero.common.errors import ConfigError
+from lt_zero.config.options import (
+    communication_options,
+    engine_options,
+    exchange_options,
+    io_options,
+    recorded_collectives,
+)
+from lt_zero.config.precision import dtype_policy
+from lt_zero.engine.options import EngineOptions
+from lt_zero.exchange.plan import MOMENTA, SIGNS, ExchangeKind
+from lt_zero.ops.codecs import INT8, TWO_BITS, TopK
+from lt_zero.ops.nf4 import NF4
+
+pytestmark = pytest.mark.filterwarnings("ignore::lt_zero.config.load.ConfigWarning")
+
+
+def _engine(keys: dict[str, Any], precision: str = "32-true") -> EngineOptions:
+    config = ZeroConfig.of(keys)
+    return engine_options(config, dtype_policy(config, precision))
+
+
+STATES, PARAMS, LEAF = "offload_states", "offload_params", "leaf_modules"
+OFFLOADED = {"device": "nvme", "nvme_path": "/tmp"}
+
+
+def _zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": keys}
+
+
+def _states(**keys: Any) -> dict[str, Any]:
+    return _zero(offload_optimizer={**OFFLOADED, **keys})
+
+
+def _params(**keys: Any) -> dict[str, Any]:
+    return _zero(stage=3, offload_optimizer=OFFLOADED, offload_param={**OFFLOADED, **keys})
+
+
+# Field -> the keys that set it, and its value then, which is not the default.
+FIELDS: dict[str, tuple[dict[str, Any], Any]] = {
+    "stage": (_zero(stage=2), 2),
+    "shard_along": (_zero(shard_along="parameter"), "parameter"),
+    "optimizer_is_elementwise": (_zero(optimizer_is_elementwise=True), True),
+    "fused_step": ({"fused_step": False}, False),
+    "overlap_comm": (_zero(overlap_comm=False), False),
+    "broadcast_buffers": ({"broadcast_buffers": False}, False),
+    "reduce_bucket_size": (_zero(reduce_bucket_size=11), 11),
+    "allgather_bucket_size": (_zero(allgather_bucket_size=12), 12),
+    "sub_group_size": (_zero(sub_group_size=13), 13),
+    "param_persistence_threshold": (_zero(stage3_param_persistence_threshold=14), 14),
+    "model_persistence_threshold": (_zero(stage3_model_persistence_threshold=15), 15),
+    "allowed_param_types": (_zero(zero_allowed_param_types=["A"]), ("A",)),
+    "force_param_types": (_zero(zero_force_param_types=["B"]), ("B",)),
+    f"{LEAF}.classes": (_zero(leaf_module={"classes": ["C"]}), ("C",)),
+    f"{LEAF}.names": (_zero(leaf_module={"names": ["d"]}), ("d",)),
+    f"{LEAF}.name_suffixes": (_zero(leaf_module={"name_suffixes": ["e"]}), ("e",)),
+    "max_live_parameters": (_zero(stage3_max_live_parameters=16), 16),
+    "max_reuse_distance": (_zero(stage3_max_reuse_distance=17), 17),
+    "prefetch_bucket_size": (_zero(stage3_prefetch_bucket_size=18), 18),
+    f"{STATES}.device": (_states(), "nvme"),
+    f"{STATES}.nvme_path": (_states(), Path("/tmp")),
+    f"{STATES}.ratio": (_states(ratio=0.5), 0.5),
+    f"{STATES}.buffer_count": (_states(buffer_count=9), 9),
+    f"{STATES}.pipeline_read": (_states(pipeline_read=False), False),
+    f"{STATES}.pipeline_write": (_states(pipeline_write=False), False),
+    f"{STATES}.overlap_step": (_states(overlap_step=True), True),
+    f"{PARAMS}.device": (_params(), "nvme"),
+    f"{PARAMS}.nvme_path": (_params(), Path("/tmp")),
+    f"{PARAMS}.buffer_count": (_params(buffer_count=7), 7),
+    f"{PARAMS}.buffer_size": (_params(buffer_size=19), 19),
+    f"{PARAMS}.max_in_cpu": (_params(max_in_cpu=20), 20),
+    "pin_memory": (_states(pin_memory=False), False),
+    "files.threads": ({"aio": {"intra_op_parallelism": 3}}, 3),
+    "files.block_size": ({"aio": {"block_size": 8192}}, 8192),
+    "files.queue_depth": ({"aio": {"queue_depth": 5}}, 5),
+    "files.checksum": ({"aio": {"checksum": True}}, True),
+    "communication.link_timeout": ({"communication": {"link_timeout": 30}}, 30.0),
+    "communication.compares_collectives": (_zero(enable_sanity_checks=True), True),
+    "communication.topology": ({"communication": {"topology": 2}}, 2),
+    "communication.scatters": (_zero(reduce_scatter=False), False),
+    "communication.shards_optimizer": (_zero(stage=1), True),
+    "communication.sums_gradients": ({"gradient_allreduce_op": "sum"}, True),
+    "communication.prescales": ({"prescale_gradients": True}, True),
+    "communication.predivide_factor": ({"gradient_predivide_factor": 4}, 4.0),
+    "communication.late_share": ({"communication": {"slow_node_tolerance": 0.25}}, 0.25),
+    "communication.steps_beside_forward": (_states(overlap_step=True), True),
+    "resting": (_zero(stage=3) | {"quantize": 4}, NF4),
+}
+# Those that are functions, or objects with tests of their own.
+APART = {"dtypes", "sent_dense", "communication.shards", "communication.secondary_shards"}
+
+
+def _values(options: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for field in fields(options):
+        name, value = prefix + field.name, getattr(options, field.name)
+        if is_dataclass(value) and name in (STATES, PARAMS, LEAF, "files", "communication"):
+            yield from _values(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def test_each_option_is_that_of_its_key() -> None:
+    defaults = dict(_values(_engine({})))
+    assert defaults.keys() == FIELDS.keys() | APART
+    for name, (keys, value) in FIELDS.items():
+        assert defaults[name] != value, name
+        assert dict(_values(_engine(keys)))[name] == value, name
+
+
+def test_options_without_a_configuration_are_those_of_an_empty_one() -> None:
+    mine, others = dict(_values(CommunicationOptions())), dict(_values(communication_options(ZeroConfig())))
+    for name in ("shards", "secondary_shards"):
+        assert mine.pop(name)(6) == others.pop(name)(6), name
+    assert mine == others
+    everything = {"enabled": True, "debug": True}
+    assert recorded_collectives(ZeroConfig.of({"comms_logger": everything}).comms_logger) == RecordedCollectives()
+
+
+def test_recorded_collectives() -> None:
+    block = {"enabled": True, "verbose": True, "prof_all": False, "prof_ops": ["all-reduce"]}
+    found = recorded_collectives(ZeroConfig.of({"comms_logger": block}).comms_logger)
+    assert found == RecordedCollectives(frozenset({"all_reduce"}), by_name=False, prints=True)
+
+
+def test_dtypes_are_those_of_the_precision() -> None:
+    assert _engine({}, "bf16-true").dtypes.compute == torch.bfloat16
+
+
+def test_parameters_are_not_offloaded_below_stage_3() -> None:
+    assert _engine(_zero(stage=2, offload_param=OFFLOADED)).offload_params.device == "none"
+
+
+def test_one_key_that_forbids_pinned_memory_is_enough() -> None:
+    assert not _engine(_params(pin_memory=False)).pin_memory
+
+
+def test_one_request_at_a_time() -> None:
+    assert io_options(ZeroConfig.of({"aio": {"single_submit": True, "queue_depth": 5}}).aio).queue_depth == 1
+
+
+def test_shards_of_groups() -> None:
+    options = communication_options(ZeroConfig.of(_zero(stage=3, mics_shard_size=2, zero_hpz_partition_size=1)))
+    assert options.shards(6) == 2
+    with pytest.raises(ConfigError, match="mics_shard_size=2 does not divide the 5 ranks"):
+        options.shards(5)
+    second = communication_options(ZeroConfig.of(_zero(stage=3, zero_hpz_partition_size=2)))
+    assert second.secondary_shards(4) == 2
+
+
+def test_prescaling_comes_before_a_factor() -> None:
+    factor = {"gradient_predivide_factor": 4}
+    assert communication_options(ZeroConfig.of(factor)).predivides
+    assert not communication_options(ZeroConfig.of(factor | {"prescale_gradients": True})).predivides
+    assert not communication_options(ZeroConfig()).predivides
+
+
+def test_weights_rest_in_the_codec_of_their_bits() -> None:
+    assert _engine({"quantize": 8}).resting is INT8
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 2)
+        self.head = nn.Linear(2, 3)
+
+
+ONE_BIT = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "names"),
+    [
+        ({}, None),
+        ({"gradient_compression": {"algorithm": "topk"}}, set()),
+        ({"gradient_compression": {"algorithm": "1bit"}}, {"table.weight", "head.bias"}),
+        ({"gradient_compression": {"algorithm": "topk", "exclude": ["head"]}}, {"head.weight", "head.bias"}),
+        (ONE_BIT, set()),
+    ],
+)
+def test_parameters_that_are_sent_as_they_are(keys: dict[str, Any], names: set[str] | None) -> None:
+    net, found = _Net(), _engine(keys).sent_dense
+    mine = None if found is None else {name for name, p in net.named_parameters() if p in found(net)}
+    assert mine == names
+
+
+def test_a_pattern_that_matches_nothing() -> None:
+    found = _engine({"gradient_compression": {"algorithm": "topk", "exclude": ["haed"]}}).sent_dense
+    assert found is not None
+    with pytest.raises(ConfigError, match="'haed': no class, module or parameter matches it"):
+        found(_Net())
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "codec", "hierarchical", "interval"),
+    [
+        ({}, ExchangeKind.PLAIN, None, False, 1),
+        ({"communication": {"slow_node_tolerance": 0.5}}, ExchangeKind.TOLERANT, None, False, 1),
+        (_zero(stage=1, zero_quantized_gradients=True), ExchangeKind.QUANTIZED, None, False, 1),
+        (_zero(stage=0, zero_quantized_gradients=True), ExchangeKind.PLAIN, None, False, 1),
+        (
+            {"gradient_compression": {"algorithm": "1bit", "hierarchical_compress": True}},
+            *(ExchangeKind.COMPRESSED, SIGNS, True, 1),
+        ),
+        ({"gradient_compression": {"algorithm": "2bit"}}, ExchangeKind.COMPRESSED, TWO_BITS, False, 1),
+        (
+            {"gradient_compression": {"algorithm": "topk", "topk_ratio": 0.1, "huffman_coding": True}},
+            *(ExchangeKind.COMPRESSED, TopK(0.1, torch.bfloat16, True), False, 1),
+        ),
+        (ONE_BIT, ExchangeKind.MOMENTA, MOMENTA, False, 1),
+        ({"optimizer": {"type": "ZeroOneAdam"}}, ExchangeKind.LOCAL_STEPS, MOMENTA, False, 16),
+        (
+            {"optimizer": {"type": "ZeroOneAdam", "params": {"local_step_clipper": 8}}},
+            *(ExchangeKind.LOCAL_STEPS, MOMENTA, False, 8),
+        ),
+    ],
+)
+def test_the_exchange_that_is_asked_for(
+    keys: dict[str, Any], kind: ExchangeKind, codec: Any, hierarchical: bool, interval: int
+) -> None:
+    found = exchange_options(ZeroConfig.of(keys))
+    assert (found.kind, found.codec, found.hierarchical, found.interval) == (kind, codec, hierarchical, interval)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("key", "gathers", "frozen", "updates"),
+    [
+        ("zero_quantized_weights", True, True, True),
+        ("zero_quantized_nontrainable_weights", False, True, False),
+        ("", False, False, False),
+    ],
+)
+def test_weights_that_are_gathered_in_fewer_bits(
+    stage: int, key: str, gathers: bool, frozen: bool, updates: bool
+) -> None:
+    found = exchange_options(ZeroConfig.of(_zero(stage=stage, **({key: True} if key else {}))))
+    assert (found.quantizes_gathers, found.quantizes_frozen) == (gathers, frozen)
+    assert found.quantizes_updates is (updates and stage < 3)
+
+
+def test_steps_before_compression() -> None:
+    block = {"algorithm": "topk", "warmup_steps": 3}
+    assert exchange_options(ZeroConfig.of({"gradient_compression": block})).warmup_steps == 3
