@@ -21,6 +21,7 @@ from lt_zero.common import accelerator
 from lt_zero.config.load import examine
 from lt_zero.engine.full_params import gathered
 from lt_zero.engine.materialize import ConstructionSharder
+from lt_zero.exchange.choose import configure_group
 
 
 class Init:
@@ -101,7 +102,7 @@ class Init:
             device = accelerator.default_device()
             group = ShardGroup.of_all(World.join(device, made))
             if group.size > 1:
-                group.configure(made)
+                configure_group(group, made)
                 self._sharder = ConstructionSharder(group, zero.stage3_param_persistence_threshold)
 
     def _shard(self, module: nn.Module) -> None:

@@ -103,6 +103,14 @@ class GatherStrategy:
     def finish(self, bucket: Bucket) -> None:
         """Note that the flat tensor is filled."""
 
+    def publish(self, bucket: Bucket) -> Work:
+        """Start gathering all ranks' updates of the compute copy, which is not sharded."""
+        return bucket.group.all_gather(bucket.flat, bucket.name, bucket.flat)
+
+    def publish_in_background(self, bucket: Bucket) -> Work:
+        """``publish``, after a background step."""
+        return bucket.group.background_gather(bucket.flat)
+
     def weights_changed(self) -> None:
         """Begin the next gather at the owners of the weights."""
 
@@ -519,7 +527,7 @@ class Bucket:
 
         def publish() -> None:
             with self.weights.copy.publishing():
-                (self.group.background_fence() if sharded else self._gather_in_background()).wait()
+                (self.group.background_fence() if sharded else self.gathers.publish_in_background(self)).wait()
 
         return publish if self.sharding.optim or sharded else None
 
@@ -533,10 +541,7 @@ class Bucket:
         """Wait for the background step, and start gathering the other ranks' updates."""
         self._background.wait()
         self.weights.copy.wait_copied()
-        self._arriving = self._gather_in_background()
-
-    def _gather_in_background(self) -> Work:
-        return self.group.background_gather(self.flat, self.weights.codec)
+        self._arriving = self.gathers.publish_in_background(self)
 
     def wait_background_step(self) -> bool:
         """Wait until this bucket's step is complete; returns whether it was not."""
@@ -578,9 +583,7 @@ class Bucket:
         """Start gathering the other ranks' updates into the compute copy, after all buckets are refreshed."""
         if not self.weights.trains or self.sharding.params or not self.sharding.optim:
             return None
-        if self.weights.codec is not None:
-            return self.group.all_gather_encoded(self.flat, self.name, self.weights.codec)
-        return self.group.all_gather(self.flat, self.name, self.flat)
+        return self.gathers.publish(self)
 
     def round_as_steps_do(self) -> None:
         """Restore the compute copy that the last step of a trained model left, after its weights were loaded.

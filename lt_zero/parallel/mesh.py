@@ -42,6 +42,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import SequenceParallel
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.same_on_ranks import Snapshot, compare, described, model_facts
+from lt_zero.exchange.choose import configure_group
 from lt_zero.parallel.buffers import make_plain
 from lt_zero.parallel.built_sharded import cut_sharded
 from lt_zero.parallel.experts import AXIS, SIZE, cut_experts, is_of_experts
@@ -349,7 +350,7 @@ class ParallelMesh:
         of_experts = self._experts.same if self._experts is not None else None
         for each in (group, self.peers, self._cut, of_experts, *self._shared.values()):
             if each is not None:
-                each.configure(config)
+                configure_group(each, config)
         if self._meshes:
             first = None
             given["specs"] = localize(module, self._meshes)

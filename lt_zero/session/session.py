@@ -28,6 +28,7 @@ from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import sync_buffers
 from lt_zero.engine.same_on_ranks import compare_models
+from lt_zero.exchange.choose import configure_group
 from lt_zero.parallel.batches import check_same_batch
 from lt_zero.parallel.mesh import DeviceMesh, ParallelMesh, mesh_of
 from lt_zero.parallel.pipeline import position
@@ -170,7 +171,7 @@ class Session:
             group = ShardGroup.of_all(world)
             check_same(config, world.host_gather)
             tell_without_effect(config, self.face, world.rank)
-            group.configure(config)
+            configure_group(group, config)
             self.mesh, self.known = mesh_of(config, world), group
             if self.mesh is not None:
                 self.mesh.share_generators()

@@ -146,7 +146,7 @@ def test_a_gpu_gathers_background_steps_from_the_thread_that_waits(stage: int, t
     """In the order of the steps, whichever is needed first: GPU queues would deadlock if it differed between ranks."""
     gathered: list[tuple[bool, Tensor]] = []
 
-    def note(self: ShardGroup, flat: Tensor, codec: object) -> Work:
+    def note(self: ShardGroup, flat: Tensor) -> Work:
         gathered.append((threading.current_thread() is threading.main_thread(), flat))
         return Done()
 
