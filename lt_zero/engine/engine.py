@@ -94,7 +94,7 @@ from lt_zero.engine.exchange import GradientExchange
 from lt_zero.engine.gather import Call, Gatherer, Residency, Unit
 from lt_zero.engine.grad_reducer import GradReducer
 from lt_zero.engine.guard import shares_storage
-from lt_zero.engine.inplace_edits import digest_of
+from lt_zero.engine.inplace_edits import digest_of, lost_edits
 from lt_zero.engine.offload_manager import OffloadManager
 from lt_zero.engine.partition import EnginePlan
 from lt_zero.engine.parts import Parts, Unjoined
@@ -179,8 +179,15 @@ class Engine(ProcessLocal):
         self.buffers = BufferSync(root, self.peers, config.broadcast_buffers and not exchange.sums_late)
         self.same_on_ranks = SameOnRanks(self.peers, root, [p for b in self.buckets for p in b.params])
         self.grad_views = GradViews(self.peers, self.buckets, self.parts)
-        given, news = (self.peers, self.buckets, self.grad_views), (offload_manager, self.same_on_ranks, self.buffers)
-        self.unused_parameters = UnusedParameters(*given, self.reducer, *news, exchange.sums_late)
+        news = [
+            self.buffers.section(),
+            self.same_on_ranks.section(),
+            offload_manager.section(self.peers),
+            lost_edits(self.peers, [bucket.edits for bucket in self.buckets]),
+        ]
+        self.unused_parameters = UnusedParameters(
+            self.peers, self.buckets, self.grad_views, self.reducer, news, exchange.sums_late
+        )
         self.finish_reductions = self.unused_parameters.finish_reductions
         self.sharded_optim = any(not b.is_whole for b in self.buckets)
         self.optimizers: WeakSet[Any] = WeakSet()  # ShardedOptimizers of its parameters

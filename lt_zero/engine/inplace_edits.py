@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lt_zero import ops
+from lt_zero.comm.ranks import Ranks
 from lt_zero.common import accelerator
 from lt_zero.common.compat import in_running_backward, versions_of, without_torch_function
 from lt_zero.engine.bucket_weights import MasterWeights
 from lt_zero.engine.layout import BucketLayout, Piece, Sharding
+from lt_zero.engine.step_flags import Section
 
 _ROW = 1024  # words per row of a digest, which does not see permutations within a row
 
@@ -318,3 +320,22 @@ def digest_of(shard: Tensor) -> Tensor:
     whole = words.numel() // _ROW * _ROW
     rows = words[:whole].view(-1, _ROW).sum(1)
     return (rows * torch.arange(1, rows.numel() + 1, device=shard.device)).sum() + words[whole:].sum()
+
+
+def lost_edits(peers: Ranks, edits: Sequence[InplaceEdits]) -> Section:
+    """The flag of a step that says whether edits of a rank are lost; raises RuntimeError on all ``peers`` then."""
+
+    def raise_lost(flags: Sequence[int]) -> None:
+        if not any(flags):
+            return
+        names = [name for each in edits for name in each.lost]
+        for each in edits:
+            each.lost = []
+        every = sorted({name for some in peers.host_gather(names, "lost edits") for name in some})
+        raise RuntimeError(
+            f"Parameter {', '.join(map(repr, every[:5]))} was modified in place, but its master weights are stored "
+            "elsewhere and would overwrite the edit. Wrap the edit in "
+            "`with lt_zero.gathered(parameters, write=True): ...`."
+        )
+
+    return Section("lost_edits", lambda: [any(each.lost for each in edits)], raise_lost)

@@ -19,6 +19,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import OffloadOptimizer
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.bucket_weights import NO_COPY
+from lt_zero.engine.step_flags import Section
 from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
 from lt_zero.io.pinned import return_large_blocks
 from lt_zero.io.thread_pool import SwapError
@@ -78,6 +79,19 @@ class OffloadManager:
         problems = [tier.problem for tier in (self.optim, self.params) if tier is not None]
         problems += [find() for find in self.others]
         return self.failure or next(filter(None, problems), None)
+
+    def section(self, peers: Ranks) -> Section:
+        """The flag of a step that says whether files of a rank failed; raises SwapError on all ``peers`` then."""
+
+        def raise_problems(flags: Sequence[int]) -> None:
+            if any(flags):
+                problem = self.find_problem()
+                raise SwapError(" ".join(peers.problems(str(problem) if problem else None, "files")))
+
+        return Section("files", self._report, raise_problems)
+
+    def _report(self) -> list[bool]:
+        return [(self.active or bool(self.others)) and self.find_problem() is not None]
 
     def check(self, world: Ranks, name: str) -> None:
         """Raise SwapError on all ranks if one has an error. Collective if there are files or a background step."""
