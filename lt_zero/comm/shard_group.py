@@ -214,6 +214,7 @@ class ShardGroup(Ranks):
         self.predivide = predivide
         wanted = (shards, topology, scatters)
         if wanted != self._configured:
+            self.sum_by(None)
             self._choose(*wanted)
             self._configured = wanted
             if self.rank == 0 and self.process_group is not None and len(self.nodes) > 1:
@@ -258,7 +259,9 @@ class ShardGroup(Ranks):
         )
 
     def sum_by(self, transport: Transport | None) -> None:
-        """Let ``transport`` sum gradients; None: that which gathers."""
+        """Let ``transport`` sum gradients; None: that which gathers. Closes the one that did."""
+        if self.sums is not self.transport:
+            self.sums.close()
         self.sums = transport or self.transport
 
     def _choose(self, division: int, topology: str | int, scatters: bool) -> None:

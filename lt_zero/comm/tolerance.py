@@ -532,6 +532,9 @@ class TolerantHierarchy(Hierarchy):
         self.sums_apart = False
         self.tolerant = tolerant
 
+    def close(self) -> None:
+        self.tolerant.end()
+
     def reduce_scatter(self, reduction: Reduction, launch: CollectiveId | None) -> Work:
         return self._all([self._reducing.submit(lambda: reduction.store(self._mean(reduction, launch)))], launch)
 

@@ -188,6 +188,9 @@ class Transport:
         """Make the transport of ranks that it fits. Collective."""
         return cls(connections)
 
+    def close(self) -> None:
+        """End what it has running, on all ranks: another transport takes its place."""
+
     # ---- memory that peers read in place -----------------------------------------------------------------------
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:

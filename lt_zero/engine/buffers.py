@@ -6,7 +6,7 @@ Note [Which buffers are sent]
     tables of angles cost nothing, and buffers that forward, backward or code between steps change are what DDP's are.
 
     Nothing is decided by one rank. What each rank saw is a byte per buffer in the exchange of used parameters, which
-    all ranks launch at the end of backward and have waited for before the next window (visible_grads.py). A resting
+    all ranks launch at the end of backward and have waited for before the next window (step_flags.py). A resting
     buffer that changes in forward or backward is therefore sent from the next window on, as with DDP.
 
     A change is seen by version counters and identities. They miss ``buffer.data`` and kernels that write to raw

@@ -2,7 +2,7 @@
 
 Note [Compared without a message]
     Ranks that step with different learning rates, or clip to different norms, move the parts of a weight differently,
-    and nothing else would tell. A step exchanges flags of used parameters in any case (visible_grads.py), so a digest
+    and nothing else would tell. A step exchanges flags of used parameters in any case (step_flags.py), so a digest
     travels with them: 16 bytes, whose element-wise maximum over the ranks tells whether all are equal. It covers what
     the steps since the last exchange were taken with, what the optimizers of these steps have now, which parameters
     are frozen, and trainable parameters that the engine does not know. So a change is found before its step, or if it

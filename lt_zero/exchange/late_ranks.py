@@ -29,8 +29,6 @@ def tolerate(group: ShardGroup, share: float, sharded: bool) -> None:
     """
     if group.whole is None:
         return
-    if (before := tolerant_sum(group)) is not None:
-        before.end()
     group.sum_by(None)
     if not share:
         return
