@@ -78,6 +78,7 @@ class ShardGroup(Ranks):
         holders: the ranks that together have all of the tensors of which those of a group have a part; default: all.
 
     Attributes:
+        parts: as given.
         mesh: the ranks as replicas and shards.
         nodes: the ranks of each node.
         topology: in which dimensions tensors cross the nodes.
@@ -95,16 +96,16 @@ class ShardGroup(Ranks):
         holders: Ranks | None = None,
     ) -> None:
         self.world = world
-        self._parts = [list(part) for part in parts]
+        self.parts = [list(part) for part in parts]
         self.holders = holders or world
-        self._largest = self._division = max(map(len, self._parts))  # ranks of a part; and of a replica in it
-        _check_parts(self._parts, world.size)
-        ranks = next(part for part in self._parts if world.rank in part)
+        self._largest = self._division = max(map(len, self.parts))  # ranks of a part; and of a replica in it
+        _check_parts(self.parts, world.size)
+        ranks = next(part for part in self.parts if world.rank in part)
         everyone = len(ranks) == world.size
         order = world.order_of(ranks)
         gathers = world.process_group
         if gathers is not None and not everyone:
-            gathers = world.new_group(None, self._parts, closes=True)
+            gathers = world.new_group(None, self.parts, closes=True)
         super().__init__(gathers, ranks, ranks.index(world.rank), world.device, world.watch, order, world.log)
         self.divisor, self.norm_share = float(divisor), norm_share
         self.sums_gradients = False  # gradient_allreduce_op: sum
@@ -139,18 +140,18 @@ class ShardGroup(Ranks):
     @cached_property
     def described(self) -> str:
         """The groups, as all ranks make them."""
-        more = f", ... ({zlib.crc32(repr(self._parts).encode()):08x})" if len(self._parts) > _SHOWN else ""
-        parts = ", ".join(str(part if len(part) < 9 else [part[0], "...", part[-1]]) for part in self._parts[:_SHOWN])
+        more = f", ... ({zlib.crc32(repr(self.parts).encode()):08x})" if len(self.parts) > _SHOWN else ""
+        parts = ", ".join(str(part if len(part) < 9 else [part[0], "...", part[-1]]) for part in self.parts[:_SHOWN])
         return f"ranks {parts}{more}, divisor {self.divisor:g}, norm_share {self.norm_share:g}"
 
     def _connect(self, gathers: dist.ProcessGroup, everyone: bool) -> None:
         """Make the process groups and shared memory of this group, besides the process group for gathers."""
         world, order = self.world, self.order
-        self.reductions = gathers if one_queue(self.device) else world.new_group(None, self._parts, closes=True)
+        self.reductions = gathers if one_queue(self.device) else world.new_group(None, self.parts, closes=True)
         if not everyone:
-            order.host = gathers if self.backend in ("gloo", "fake") else world.new_group("gloo", self._parts)
+            order.host = gathers if self.backend in ("gloo", "fake") else world.new_group("gloo", self.parts)
         apart = world.check and order.host is not gathers
-        order.of_reductions = world.new_group("gloo", self._parts) if apart else self.reductions
+        order.of_reductions = world.new_group("gloo", self.parts) if apart else self.reductions
         if self._gloo and self.device.type == "cpu" and world.detector is not None:
             self._arena = world.share_memory(self.ranks)
             order.arena = order.arena or self._arena
@@ -166,7 +167,7 @@ class ShardGroup(Ranks):
         See ``World.new_group``.
         """
         inside = [range(self._largest)] if parts is None else parts
-        wanted = [[ranks[n] for n in part if n < len(ranks)] for ranks in self._parts for part in inside]
+        wanted = [[ranks[n] for n in part if n < len(ranks)] for ranks in self.parts for part in inside]
         return self.world.new_group(self.backend, [ranks for ranks in wanted if ranks], timeout, exchanges=exchanges)
 
     def share_memory(self, ranks: Sequence[int]) -> SharedArena | None:
@@ -221,16 +222,6 @@ class ShardGroup(Ranks):
                 log.info("Collectives over %d nodes: %s.", len(self.nodes), self.topology.why)
 
     @property
-    def shards_alike(self) -> bool:
-        """True if all parts have as many ranks; else some ranks have a model beside this group's, not sharded."""
-        return len(set(map(len, self._parts))) == 1
-
-    @property
-    def largest(self) -> int:
-        """The ranks of the largest part."""
-        return self._largest
-
-    @property
     def whole(self) -> Groups | None:
         """The process groups over all of these ranks."""
         if self.process_group is None or self.reductions is None:
@@ -272,7 +263,7 @@ class ShardGroup(Ranks):
             kind = "windows" if self._arena is not None else self.backend
             self.topology = choose(topology, self.mesh, self.nodes, kind)
             form = (self.size, self.topology.sizes)
-            if len(self._parts) > 1 and len(set(self.world.host_gather(form, "topologies"))) > 1:
+            if len(self.parts) > 1 and len(set(self.world.host_gather(form, "topologies"))) > 1:
                 self.topology = Topology((), "groups are not on nodes in the same way")
         found = self.connections(self.mesh, self._row or whole, self.topology.sizes, scatters)
         self.transport = transports.connect(found, self.world)

@@ -64,10 +64,6 @@ class ExchangedFlags:
         self.wait()
         return ExchangedFlags(Done(), self._row.clone(), self._places)
 
-    def cleared(self) -> ExchangedFlags:
-        """An exchange of as many flags, all zeros."""
-        return ExchangedFlags(Done(), torch.zeros_like(self._row), self._places)
-
 
 class StepFlags:
     """The exchanges of all sections' flags.
@@ -111,7 +107,7 @@ class StepFlags:
 
     def nothing(self, like: ExchangedFlags) -> ExchangedFlags:
         """An exchange in which no rank had anything to tell, with as many flags as that one."""
-        made = like.cleared()
+        made = ExchangedFlags(Done(), torch.zeros_like(like._row), like._places)
         for section in self._sections:
             if section.nothing:
                 made[section.name].copy_(torch.frombuffer(bytearray(section.nothing), dtype=torch.uint8))

@@ -36,14 +36,14 @@ def configure_group(group: ShardGroup, config: ZeroConfig) -> None:
     elif config.gradient_predivide_factor != 1.0:
         predivide = config.gradient_predivide_factor
     group.configure(
-        shards=zero.shards(group.largest),
+        shards=zero.shards(max(map(len, group.parts))),
         topology=config.communication.topology,
         scatters=zero.reduce_scatter,
         sums_gradients=config.gradient_allreduce_op == "sum",
         predivide=predivide,
     )
     # With parts of different sizes, some ranks have a model beside this group's, and are not sharded.
-    if group.shards_alike:
+    if len(set(map(len, group.parts))) == 1:
         share_second_copies(group, zero.secondary_shards(group.size))
     tolerate(group, config.communication.slow_node_tolerance, zero.stage > 0)
     optim = zero.offload_optimizer
