@@ -6,7 +6,7 @@ import logging
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -411,7 +411,7 @@ class ShardGroup(Ranks):
         ``own``: this rank's shard; if it is from ``allocate``, peers may read it there.
         """
         self.transport.before_gather(own)
-        return self.run(ALL_GATHER, name, flat, lambda launch: self.transport.all_gather(flat, own, launch))
+        return self.run(ALL_GATHER, name, flat, partial(self.transport.all_gather, flat, own))
 
     def reduce_scatter(
         self, out: Tensor, send: SendBuffer, add: bool, name: str, replicas: Replicas = Replicas.SENT
@@ -423,19 +423,19 @@ class ShardGroup(Ranks):
         other than ``SENT`` where ``sums_replicas_apart``.
         """
         mean = self._mean(out, send, add, replicas)
-        return self.run(REDUCE_SCATTER, name, send.flat, lambda launch: self.sums.reduce_scatter(mean, launch))
+        return self.run(REDUCE_SCATTER, name, send.flat, partial(self.sums.reduce_scatter, mean))
 
     def sum_replicas(self, out: Tensor, dtype: torch.dtype, name: str) -> Work:
         """Sum ``out`` (1D, a shard) over the replicas, in place, after reductions that summed ``NOTHING`` over them.
 
         ``dtype``: in which it is sent, unless the transport ``sums_wide``.
         """
-        return self.run(SUM_REPLICAS, name, out, lambda launch: self.sums.sum_replicas(out, dtype, launch))
+        return self.run(SUM_REPLICAS, name, out, partial(self.sums.sum_replicas, out, dtype))
 
     def all_reduce(self, out: Tensor, send: SendBuffer, add: bool, name: str) -> Work:
         """Average ``send`` (one equal part per rank) over the ranks, and write all of it to ``out``, or add it."""
         mean = self._mean(out, send, add)
-        return self.run(ALL_REDUCE, name, send.flat, lambda launch: self.sums.all_reduce(mean, launch))
+        return self.run(ALL_REDUCE, name, send.flat, partial(self.sums.all_reduce, mean))
 
     def _mean(self, out: Tensor, send: SendBuffer, add: bool, replicas: Replicas = Replicas.SENT) -> Reduction:
         return Reduction(out, send.flat, send.scratch, add, self.factors(send.flat.dtype)[1], replicas)
