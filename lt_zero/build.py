@@ -64,7 +64,7 @@ from lt_zero.engine.parts import Parts, Unjoined
 from lt_zero.engine.same_on_ranks import Snapshot, compare, compare_models
 from lt_zero.engine.storage_plan import plan_storage
 from lt_zero.engine.weight_rounding import NEAREST, WeightRounding
-from lt_zero.exchange.choose import exchange_of, gathers_of
+from lt_zero.exchange.choose import configure_group, exchange_of, gathers_of
 from lt_zero.exchange.plan import plan_codecs, plan_exchange
 from lt_zero.io.pinned import return_freed_memory
 from lt_zero.offload.host_store import is_apart
@@ -170,7 +170,7 @@ def _shard(
     distinct = list(dict.fromkeys([group, *groups.values()]))
     _check_groups(config, distinct)
     for each in distinct:
-        each.configure(config)
+        configure_group(each, options.communication)
     # Parameters that are sharded already have guards, which would intercept each access.
     with ExitStack() as undo, without_torch_function():
         if config.long_sequences.tiles:
@@ -252,7 +252,7 @@ def _build(
     storage = plan_storage(plan, options, group, is_apart(device), codecs, training, rounding)
     exchange = exchange_of(planned, plan, group, of_bucket.values())
     shared = owner, deque[Bucket]()
-    made = {b: Bucket(b, storage[b], its, gathers_of(storage[b]), *shared) for b, its in of_bucket.items()}
+    made = {b: Bucket(b, storage[b], its, gathers_of(storage[b], its), *shared) for b, its in of_bucket.items()}
     offload_manager = open_offload(world, list(made.values()), options, device)
     with progress_bar(f"Sharding {len(plan.units)} units ({len(made)} buckets)", len(made), rank=world.rank) as work:
         units, root = _move_in(plan, made, materializer, work)

@@ -22,6 +22,7 @@ from lt_zero.config.load import examine
 from lt_zero.config.options import communication_options
 from lt_zero.engine.full_params import gathered
 from lt_zero.engine.materialize import ConstructionSharder
+from lt_zero.exchange.choose import configure_group
 
 
 class Init:
@@ -100,9 +101,10 @@ class Init:
             with joining(made.communication.link_timeout):
                 init_distributed()
             device = accelerator.default_device()
-            group = ShardGroup.of_all(World.join(device, communication_options(made)))
+            options = communication_options(made)
+            group = ShardGroup.of_all(World.join(device, options))
             if group.size > 1:
-                group.configure(made)
+                configure_group(group, options)
                 self._sharder = ConstructionSharder(group, zero.stage3_param_persistence_threshold)
 
     def _shard(self, module: nn.Module) -> None:

@@ -230,7 +230,7 @@ class Compressor:
         self.costs = Costs()
 
     def reduce(
-        self, out: Tensor, flat: Tensor, residuals: Residuals, add: bool, factor: float, launch: CollectiveId
+        self, out: Tensor, flat: Tensor, residuals: Residuals, add: bool, factor: float, launch: CollectiveId | None
     ) -> WorkList:
         """Write ``factor`` times the sum over the ranks to ``out``, or add it: all of it, or this rank's shard.
 
@@ -266,7 +266,7 @@ class Compressor:
         work.costs = costs
         return work
 
-    def _launch(self, run: Callable[[], None], launch: CollectiveId) -> Compressed:
+    def _launch(self, run: Callable[[], None], launch: CollectiveId | None) -> Compressed:
         if self._stream is None:
             return Compressed([self._thread.submit(run)], None, self._watch, launch)
         # The gradients are still being written on the current stream.

@@ -13,7 +13,7 @@ Note [Dimensions]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,18 @@ from torch import Tensor
 
 from lt_zero.comm.send_sizes import GLOO, NODE_WINDOWS
 from lt_zero.comm.shared_memory import SharedArena
-from lt_zero.comm.transport import Gloo, Group, Groups, Mesh, Reduction, exchange, sum_in_rank_order
-from lt_zero.comm.work import CollectiveId, CollectiveMonitor, CollectiveWorker, Work
+from lt_zero.comm.topology import whole_nodes
+from lt_zero.comm.transport import (
+    Connections,
+    Gloo,
+    Group,
+    Mesh,
+    Reduction,
+    Transport,
+    exchange,
+    sum_in_rank_order,
+)
+from lt_zero.comm.work import CollectiveId, CollectiveWorker, Work
 from lt_zero.ops.flat import store, wide
 
 
@@ -35,39 +45,47 @@ def axis_groups(mesh: Mesh, sizes: Sequence[int], dimension: int) -> list[list[i
 
 
 class Hierarchy(Gloo):
-    """gloo in the dimensions ``sizes``, innermost first.
+    """gloo in several dimensions: ``sizes`` of the connections.
 
     Args:
-        new_group: makes a process group of those of the given ranks which have this rank. Collective.
-        arenas: three of the ranks of the innermost dimension, a node; [] if they share no memory.
+        connections: of the ranks.
+        arenas: three of the ranks of the innermost dimension, a node; []: they share no memory.
     """
 
+    name = "hierarchy"
     overlaps = True
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        groups: Groups,
-        device: torch.device,
-        scatters: bool,
-        watch: CollectiveMonitor,
-        sizes: Sequence[int],
-        new_group: Callable[[Sequence[Sequence[int]]], Group],
-        arenas: Sequence[SharedArena] = (),
-    ) -> None:
-        super().__init__(mesh, groups, device, scatters, watch)
+    def __init__(self, connections: Connections, arenas: Sequence[SharedArena] = ()) -> None:
+        super().__init__(connections)
+        sizes = connections.sizes
         used = [number for number, size in enumerate(sizes) if size > 1]
+        axes = [axis_groups(self._mesh, sizes, number) for number in used]
         self._sizes = [sizes[number] for number in used]
         # Two threads, each with its own groups: a gather does not wait for a reduction.
-        self._gathers, self._sums = ([new_group(axis_groups(mesh, sizes, number)) for number in used] for _ in range(2))
+        self._gathers, self._sums = ([connections.new_group(axis) for axis in axes] for _ in range(2))
         self._gathering, self._reducing = CollectiveWorker("gather"), CollectiveWorker("reduce")
         # Windows of each thread, as all ranks have to allocate them in the same order.
         self._sends = arenas[0] if arenas else None
         self.sends = NODE_WINDOWS if arenas else GLOO
         self._staging: list[_Staging | None] = [_Staging(arena) for arena in arenas[1:]] if arenas else [None, None]
 
-    def sends_from(self) -> SharedArena | None:
-        return self._sends
+    @classmethod
+    def fits(cls, connections: Connections) -> bool:
+        return bool(connections.sizes)
+
+    @classmethod
+    def connect(cls, connections: Connections) -> Transport:
+        nodes = connections.nodes
+        # The same on all ranks, so that all share memory or none do: sharing is collective.
+        nested = whole_nodes(nodes) == connections.sizes[0]
+        node = next(node for node in nodes if connections.mesh.rank in node)
+        arenas = [connections.share_memory(node) for _ in range(3)] if nested else []
+        return cls(connections, [arena for arena in arenas if arena is not None])
+
+    def allocate_send(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if self._sends is None:
+            return super().allocate_send(numel, dtype)
+        return self._sends.allocate(numel, dtype)
 
     def all_gather(
         self, flat: Tensor, own: Tensor | None, launch: CollectiveId | None, group: Group | None = None
@@ -96,7 +114,7 @@ class Hierarchy(Gloo):
             sends = [(peer, row) for row in own for peer in peers]
             exchange(sends, ends, group)
 
-    def reduce_scatter(self, reduction: Reduction, launch: CollectiveId) -> Work:
+    def reduce_scatter(self, reduction: Reduction, launch: CollectiveId | None) -> Work:
         if not self._scatters:
             return super().reduce_scatter(reduction, launch)
 
@@ -105,10 +123,10 @@ class Hierarchy(Gloo):
 
         return self._all([self._reducing.submit(run)], launch)
 
-    def sum_replicas(self, out: Tensor, dtype: torch.dtype, launch: CollectiveId) -> Work:
+    def sum_replicas(self, out: Tensor, dtype: torch.dtype, launch: CollectiveId | None) -> Work:
         return self._all([self._reducing.submit(lambda: self._sum_result(out, _wait))], launch)
 
-    def all_reduce(self, reduction: Reduction, launch: CollectiveId) -> Work:
+    def all_reduce(self, reduction: Reduction, launch: CollectiveId | None) -> Work:
         if self._mesh.shards != self._mesh.world:
             return super().all_reduce(reduction, launch)
         return self._all([self._reducing.submit(lambda: self._store_all(reduction, self._sum(reduction)))], launch)

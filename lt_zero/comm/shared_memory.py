@@ -6,10 +6,10 @@ Note [Shared windows]
     peers' with ``pread``, which copies once and maps nothing: peers' pages do not count as resident memory. The files
     are removed when their processes end.
 
-    Only barriers protect a window. ``ShardGroup.fence`` is one; it is called between a write of a window and the next
-    reads, and between reads and the next write (``before_write``, ``after_write``). A send buffer is rewritten four
-    launches later with at most two in flight: a rank that launches has passed the barrier of two launches ago, which
-    every rank entered after reading the buffer that is rewritten now.
+    Only barriers protect a window. ``SharedMemoryTransport.fence`` (windows.py) is one; it is called between a write of
+    a window and the next reads, and between reads and the next write (``before_write``, ``after_write``). A send
+    buffer is rewritten four launches later with at most two in flight: a rank that launches has passed the barrier of
+    two launches ago, which every rank entered after reading the buffer that is rewritten now.
 
     Barriers are counters, too: each rank counts its entries in a byte at the beginning of its file (one byte is read
     whole; ranks are never 128 entries apart), and polls those of the peers. gloo's would wake a thread in each rank,

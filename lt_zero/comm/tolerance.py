@@ -41,8 +41,9 @@ from torch import Tensor
 
 from lt_zero.comm.hierarchy import Hierarchy
 from lt_zero.comm.point_to_point import MEASURED, link_seconds, send_all
+from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.comm.topology import whole_nodes
-from lt_zero.comm.transport import Group, Mesh, Reduction
+from lt_zero.comm.transport import Connections, Group, Mesh, Reduction
 from lt_zero.comm.work import CollectiveId, Procedure, Work
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.worker import Worker
@@ -519,28 +520,33 @@ class TolerantSum:
 
 
 class TolerantHierarchy(Hierarchy):
-    """Sums of gradients inside nodes, then between them, without late ones."""
+    """Sums of gradients inside nodes, then between them, without late ones; ``tolerant``: takes the latter."""
 
-    # While sums are apart, one member stands for what all have summed before (grad_reducer.py, Note [Sums over
-    # replicas]), and it may be late.
-    sums_apart = False
+    name = "tolerant"
 
-    def __init__(self, *args: Any, tolerant: TolerantSum, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._tolerant = tolerant
+    def __init__(self, connections: Connections, arenas: Sequence[SharedArena], tolerant: TolerantSum) -> None:
+        super().__init__(connections, arenas)
+        # While sums are apart, one member stands for what all have summed before (grad_reducer.py, Note [Sums over
+        # replicas]), and it may be late.
+        self.sums_apart = False
+        self.tolerant = tolerant
 
-    def reduce_scatter(self, reduction: Reduction, launch: CollectiveId) -> Work:
+    def close(self) -> None:
+        self.tolerant.end()
+
+    def reduce_scatter(self, reduction: Reduction, launch: CollectiveId | None) -> Work:
         return self._all([self._reducing.submit(lambda: reduction.store(self._mean(reduction, launch)))], launch)
 
-    def all_reduce(self, reduction: Reduction, launch: CollectiveId) -> Work:
+    def all_reduce(self, reduction: Reduction, launch: CollectiveId | None) -> Work:
         def run() -> None:
             self._store_all(reduction, self._mean(reduction, launch))
 
         return self._all([self._reducing.submit(run)], launch)
 
-    def _mean(self, reduction: Reduction, launch: CollectiveId) -> Tensor:
+    def _mean(self, reduction: Reduction, launch: CollectiveId | None) -> Tensor:
+        assert launch is not None
         total = self._sum(reduction).to(wide(reduction.out.dtype))
-        self._tolerant.sum(launch.name, total)
+        self.tolerant.sum(launch.name, total)
         return total
 
 

@@ -1,10 +1,12 @@
-"""Transports of flat tensors between ranks: NCCL, gloo, shared memory, and the buffers from which gradients are sent.
+"""Transports of flat tensors between ranks: NCCL and gloo, and the buffers from which gradients are sent.
+
+Which transport a group has: transports.py, where a package registers one of its own.
 
 gloo: its reduce-scatter is an all-reduce that discards most of the result, and its all-gather slows down above 16 MB.
 An all-to-all followed by a local sum, and one broadcast per rank into views of the result, move half the bytes and run
 2-3x faster. The local sum adds the ranks' contributions in rank order in the accumulator's dtype (fp32 by default), so
 the sum of an element does not depend on its offset in a bucket: on gloo all stages agree bitwise. It also lets 16-bit
-gradients be sent without rounding and without overflow of the sum. Ranks of one host use no sockets: shared_memory.py.
+gradients be sent without rounding and without overflow of the sum. Ranks of one host use no sockets: windows.py.
 
 Note [Shard groups]
     MiCS, arXiv:2205.00119, section 3.2: the ranks are a grid of replicas (rows of neighbouring ranks) and shards
@@ -22,14 +24,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm.send_sizes import BACKEND, GLOO, WINDOWS
-from lt_zero.comm.shared_memory import REDUCTIONS, Barrier, SharedArena
+from lt_zero.comm.ranks import LaunchOrder, Unlogged
+from lt_zero.comm.send_sizes import BACKEND, GLOO
+from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.comm.work import CollectiveId, CollectiveMonitor, Done, Work, WorkList
 from lt_zero.common import accelerator
 from lt_zero.common.flat_storage import flat_empty
@@ -37,7 +40,6 @@ from lt_zero.ops.flat import store, wide
 
 Group = dist.ProcessGroup
 _PIECE = 1 << 20  # bytes
-_ALL_SUM_ALL = 3  # up to so many ranks, reading all of the others' gradients takes less than sharing the sums of parts
 
 
 @dataclass(frozen=True)
@@ -115,50 +117,185 @@ class Reduction:
         store(self.out, total, self.add, self.factor)
 
 
+@dataclass(frozen=True, eq=False)
+class Connections:
+    """The connections of a group's ranks: what a transport is chosen by, and made of.
+
+    Attributes:
+        mesh: the ranks as replicas and shards.
+        groups: their process groups; None: a single process without any.
+        backend: of these for ``device``; "" without them.
+        device: of the tensors.
+        ranks: their numbers in the run.
+        nodes: the ranks of each node.
+        sizes: dimensions in which the shards are crossed (topology.py), innermost first; (): directly.
+        scatters: each rank gets its shard of a sum; else all get all of it.
+        arena: memory that all of the ranks share; None: they share none.
+        order, log, watch: number, record and watch the collectives of the ranks.
+        new_group: makes a process group over that of the given parts of the ranks which has this rank. Collective.
+        share_memory: makes memory of the given ranks, this one among them; None if some cannot share it. Collective.
+    """
+
+    mesh: Mesh
+    groups: Groups | None
+    backend: str
+    device: torch.device
+    ranks: Sequence[int]
+    nodes: Sequence[Sequence[int]]
+    sizes: tuple[int, ...]
+    scatters: bool
+    arena: SharedArena | None
+    order: LaunchOrder
+    log: Unlogged
+    watch: CollectiveMonitor
+    new_group: Callable[[Sequence[Sequence[int]]], Group]
+    share_memory: Callable[[Sequence[int]], SharedArena | None]
+
+
 class Transport:
-    """The collectives of a device's backend, such as NCCL. Methods start them; tensors are 1D."""
+    """The collectives of a group's ranks. Tensors are 1D; a method starts a collective and returns its work.
 
-    overlaps = True  # gathers overlap with computation
-    sends = BACKEND  # buffers of reductions
-    sums_wide = False  # see ``ShardGroup.sums_wide``
+    Args:
+        connections: of the ranks; the transport keeps no reference to it.
 
-    def __init__(self, mesh: Mesh, groups: Groups, device: torch.device, scatters: bool = True) -> None:
-        self._mesh = mesh
-        self._groups = groups
-        self._scatters = scatters
-        self._side = (
-            accelerator.stream(device) if accelerator.has_streams(device) and groups.across is not None else None
-        )
-        # torch renamed these in 2.13, and warns on the old names.
-        self._all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    Attributes:
+        name: of the transport, which no other has.
+        overlaps: gathers overlap with computation.
+        gathers_in_threads: a second thread may launch gathers, in another order than the first one launches its own.
+        sends: the buffers that reductions need.
+        sums_wide: see ``ShardGroup.sums_wide``.
+        sums_apart: sums over replicas may be left out of ``reduce_scatter``, to be taken by ``sum_replicas``.
+    """
 
-    def shares(self, tensor: Tensor | None) -> bool:
-        """True if peers read ``tensor`` in place when they gather."""
-        return False
+    name: ClassVar[str]
+    overlaps = True
+    gathers_in_threads = False
+    sends = BACKEND
+    sums_wide = False
+    sums_apart = False
 
-    def sends_from(self) -> SharedArena | None:
-        """The arena for buffers of reductions, which peers read in place; None: any memory will do."""
+    def __init__(self, connections: Connections) -> None:
+        self._mesh = connections.mesh
+        self._device = connections.device
+
+    @classmethod
+    def fits(cls, connections: Connections) -> bool:
+        """True if these ranks can use the transport. The same on all ranks of the run."""
+        raise NotImplementedError
+
+    @classmethod
+    def connect(cls, connections: Connections) -> Transport:
+        """Make the transport of ranks that it fits. Collective."""
+        return cls(connections)
+
+    def close(self) -> None:
+        """End what it has running, on all ranks: another transport takes its place."""
+
+    # ---- memory that peers read in place -----------------------------------------------------------------------
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A tensor for the life of a run, which gathers may read; in the same order on all ranks."""
+        return flat_empty(numel, dtype, self._device)
+
+    def allocate_send(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer for the life of a run, from which gradients are sent; in the same order on all ranks."""
+        return flat_empty(numel, dtype, self._device)
+
+    def before_write(self) -> None:
+        """Wait until no rank reads what ``allocate`` has given; called before a write to it. Collective."""
+
+    def after_write(self) -> None:
+        """Note that tensors from ``allocate`` are written, which a gather may read next."""
+
+    def before_gather(self, own: Tensor | None) -> None:
+        """Wait until all ranks have written what an ``all_gather`` of ``own`` reads. Collective."""
+
+    def background_fence(self, group: Group | None) -> Work | None:
+        """Start to wait until all ranks have written what peers read in place; None: they read nothing in place.
+
+        For the background thread, whose collectives run over ``group``.
+        """
         return None
 
-    @property
-    def sums_apart(self) -> bool:
-        """True if sums over replicas may be left out, to be taken by ``sum_replicas``."""
-        return self._scatters and self._groups.across is not None
+    # ---- collectives -------------------------------------------------------------------------------------------
+
+    def all_gather(
+        self, flat: Tensor, own: Tensor | None, launch: CollectiveId | None, group: Group | None = None
+    ) -> Work:
+        """Fill ``flat`` from the shards of a row (``group``: another one over it), which are in place already.
+
+        ``own``: this rank's shard; if it is from ``allocate``, peers may read it there.
+        """
+        raise NotImplementedError
+
+    def reduce_scatter(self, reduction: Reduction, launch: CollectiveId | None) -> Work:
+        """Sum the ranks' shards; ``reduction.out`` is that of this rank."""
+        raise NotImplementedError
+
+    def sum_replicas(self, out: Tensor, dtype: torch.dtype, launch: CollectiveId | None) -> Work:
+        """Sum ``out``, a shard, over the replicas, sent in ``dtype``; only if it ``sums_apart``."""
+        raise NotImplementedError
+
+    def all_reduce(self, reduction: Reduction, launch: CollectiveId | None) -> Work:
+        """Sum the ranks' gradients; ``reduction.out`` gets all of them."""
+        raise NotImplementedError
 
     def _own(self, flat: Tensor) -> Tensor:
         """This rank's shard. (``chunk`` makes all of them: 4 ms at 2,048 ranks.)"""
         numel = flat.numel() // self._mesh.shards
         return flat.narrow(0, self._mesh.shard_rank * numel, numel)
 
+
+class Alone(Transport):
+    """A single process, which has all shards: sums are of one summand."""
+
+    name = "none"
+    overlaps = False
+    gathers_in_threads = True
+    sums_wide = True
+
+    @classmethod
+    def fits(cls, connections: Connections) -> bool:
+        return connections.groups is None
+
     def all_gather(
         self, flat: Tensor, own: Tensor | None, launch: CollectiveId | None, group: Group | None = None
     ) -> Work:
-        """Fill ``flat`` from the shards of a row (``group``: another one over it), which are in place already."""
+        return Done()
+
+    def reduce_scatter(self, reduction: Reduction, launch: CollectiveId | None) -> Work:
+        return WorkList([], lambda: reduction.store(reduction.flat))
+
+    all_reduce = reduce_scatter
+
+
+class Backend(Transport):
+    """The collectives of a device's backend, such as NCCL."""
+
+    name = "backend"
+
+    def __init__(self, connections: Connections) -> None:
+        super().__init__(connections)
+        assert connections.groups is not None
+        self._groups = connections.groups
+        self._scatters = connections.scatters
+        self.sums_apart = self._scatters and self._groups.across is not None
+        on_streams = accelerator.has_streams(self._device) and self._groups.across is not None
+        self._side = accelerator.stream(self._device) if on_streams else None
+        # torch renamed these in 2.13, and warns on the old names.
+        self._all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    @classmethod
+    def fits(cls, connections: Connections) -> bool:
+        return connections.groups is not None
+
+    def all_gather(
+        self, flat: Tensor, own: Tensor | None, launch: CollectiveId | None, group: Group | None = None
+    ) -> Work:
         return WorkList([self._all_gather(flat, self._own(flat), group=group or self._groups.gathers, async_op=True)])
 
-    def reduce_scatter(self, reduction: Reduction, launch: CollectiveId) -> Work:
-        """Sum the ranks' shards; ``reduction.out`` is that of this rank."""
+    def reduce_scatter(self, reduction: Reduction, launch: CollectiveId | None) -> Work:
         flat = reduction.flat
         groups = self._groups
         mine = self._own(flat)
@@ -179,8 +316,7 @@ class Transport:
             reduction.store(mine)
             return self._sum_replicas(reduction.out, mine)
 
-    def sum_replicas(self, out: Tensor, dtype: torch.dtype, launch: CollectiveId) -> Work:
-        """Sum ``out``, a shard, over the replicas, sent in ``dtype``."""
+    def sum_replicas(self, out: Tensor, dtype: torch.dtype, launch: CollectiveId | None) -> Work:
         return self._sum_replicas(out, out if out.dtype == dtype else torch.empty_like(out, dtype=dtype))
 
     def _sum_replicas(self, out: Tensor, sent: Tensor) -> Work:
@@ -191,22 +327,26 @@ class Transport:
         work = dist.all_reduce(sent, group=self._groups.across, async_op=True)
         return WorkList([work], lambda: store(out, sent, False, 1.0))
 
-    def all_reduce(self, reduction: Reduction, launch: CollectiveId) -> Work:
-        """Sum the ranks' gradients; ``reduction.out`` gets all of them."""
+    def all_reduce(self, reduction: Reduction, launch: CollectiveId | None) -> Work:
         work = dist.all_reduce(reduction.flat, group=self._groups.everyone, async_op=True)
         return WorkList([work], lambda: reduction.store(reduction.flat))
 
 
-class Gloo(Transport):
-    """gloo between hosts. ``watch``: waits for its works."""
+class Gloo(Backend):
+    """gloo between hosts."""
 
+    name = "gloo"
+    gathers_in_threads = True
     sends = GLOO
 
-    def __init__(
-        self, mesh: Mesh, groups: Groups, device: torch.device, scatters: bool, watch: CollectiveMonitor
-    ) -> None:
-        super().__init__(mesh, groups, device, scatters)
-        self._watch, self.sums_wide = watch, scatters
+    def __init__(self, connections: Connections) -> None:
+        super().__init__(connections)
+        self._watch = connections.watch
+        self.sums_wide = self._scatters
+
+    @classmethod
+    def fits(cls, connections: Connections) -> bool:
+        return connections.backend == "gloo"
 
     def _all(self, works: list[Any], launch: CollectiveId | None, finish: Any = None) -> WorkList:
         return WorkList(works, finish, self._watch, launch)
@@ -226,7 +366,7 @@ class Gloo(Transport):
         if total is not out:
             out.copy_(total)
 
-    def sum_replicas(self, out: Tensor, dtype: torch.dtype, launch: CollectiveId) -> Work:
+    def sum_replicas(self, out: Tensor, dtype: torch.dtype, launch: CollectiveId | None) -> Work:
         return self._all([], launch, lambda: self._sum_result(out, partial(self._watch.wait, launch=launch)))
 
     def all_gather(
@@ -237,7 +377,7 @@ class Gloo(Transport):
         shards = zip(flat.chunk(len(ranks)), ranks, strict=True)
         return self._all([dist.broadcast(s, peer, group, async_op=True) for s, peer in shards], launch)
 
-    def reduce_scatter(self, reduction: Reduction, launch: CollectiveId) -> Work:
+    def reduce_scatter(self, reduction: Reduction, launch: CollectiveId | None) -> Work:
         flat = reduction.flat
         scratch = reduction.scratch
         if not self._scatters:
@@ -253,7 +393,7 @@ class Gloo(Transport):
 
         return self._all([work], launch, finish)
 
-    def all_reduce(self, reduction: Reduction, launch: CollectiveId) -> Work:
+    def all_reduce(self, reduction: Reduction, launch: CollectiveId | None) -> Work:
         world, rank = self._mesh.world, self._mesh.rank
         flat = reduction.flat
         scratch = reduction.scratch
@@ -267,76 +407,6 @@ class Gloo(Transport):
             store(reduction.out, flat, reduction.add, 1.0)
 
         return self._all([work], launch, finish)
-
-
-class SharedMemoryTransport(Gloo):
-    """Memory that all ranks read, on one host. See shared_memory.py, Note [Shared windows].
-
-    ``ranks``: the arena's numbers of the ranks of ``mesh``.
-    """
-
-    overlaps, sums_wide = False, True
-    sends = WINDOWS
-    # A rank reads the gradients of all ranks from their windows at once, in the order of one group. None of these reads
-    # could be saved.
-    sums_apart = False
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        groups: Groups,
-        device: torch.device,
-        scatters: bool,
-        watch: CollectiveMonitor,
-        arena: SharedArena,
-        ranks: Sequence[int],
-    ) -> None:
-        super().__init__(mesh, groups, device, scatters, watch)
-        self._arena, self.sums_wide = arena, True
-        self._ranks, self._row = list(ranks), [ranks[rank] for rank in mesh.shard_ranks(mesh.replica)]
-
-    def shares(self, tensor: Tensor | None) -> bool:
-        return tensor is not None and self._arena.has(tensor)
-
-    def sends_from(self) -> SharedArena | None:
-        return self._arena
-
-    def all_gather(
-        self, flat: Tensor, own: Tensor | None, launch: CollectiveId | None, group: Group | None = None
-    ) -> Work:
-        if own is None or not self._arena.has(own):
-            return super().all_gather(flat, own, launch, group)
-        self._arena.gather(own, flat, self._row)
-        return Done()
-
-    def reduce_scatter(self, reduction: Reduction, launch: CollectiveId) -> Work:
-        flat = reduction.flat
-        if not self._arena.has(flat):
-            return super().reduce_scatter(reduction, launch)
-        entered, mesh = Barrier(self._arena, REDUCTIONS), self._mesh
-        first = mesh.shard_rank * (flat.numel() // mesh.shards)
-        given = reduction.out, reduction.add, reduction.factor
-        return self._all([entered], launch, lambda: self._arena.sum(flat, first, *given))
-
-    def all_reduce(self, reduction: Reduction, launch: CollectiveId) -> Work:
-        flat = reduction.flat
-        if not self._arena.has(flat):
-            return super().all_reduce(reduction, launch)
-        world, rank = self._mesh.world, self._mesh.rank
-
-        def finish() -> None:
-            if world <= _ALL_SUM_ALL:
-                self._arena.sum(flat, 0, reduction.out, reduction.add, reduction.factor)
-                return
-            # Each rank sums one part and writes the sum over its own copy of that part. No peer reads that copy before
-            # the barrier, as each reads only the part that it sums itself.
-            part = flat.numel() // world
-            self._arena.sum(flat, rank * part, flat.narrow(0, rank * part, part), False, reduction.factor)
-            self._watch.wait(Barrier(self._arena, REDUCTIONS), launch)
-            self._arena.gather(flat, flat, self._ranks)
-            store(reduction.out, flat, reduction.add, 1.0)
-
-        return self._all([Barrier(self._arena, REDUCTIONS)], launch, finish)
 
 
 def exchange(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], group: Group) -> None:
@@ -393,10 +463,8 @@ class SendBuffer:
 class SendBuffers:
     """Send buffers for the buckets of one engine in one group. Reusable ones take turns.
 
-    Ranks that share memory read them in place (shared_memory.py).
-
     Args:
-        transport: sends; None: this is a single process.
+        transport: sends.
         device: of the gradients.
         factor: of gradients that are sent in a dtype.
         largest: by dtype, the most elements of a reusable buffer. Others are freed after their reduction.
@@ -404,7 +472,7 @@ class SendBuffers:
 
     def __init__(
         self,
-        transport: Transport | None,
+        transport: Transport,
         device: torch.device,
         factor: Callable[[torch.dtype], float],
         largest: Mapping[torch.dtype, int],
@@ -413,7 +481,7 @@ class SendBuffers:
         self._device = device
         self._factor = factor
         self._largest = largest
-        self._sizes = transport.sends if transport is not None else BACKEND
+        self._sizes = transport.sends
         self._free: dict[torch.dtype, deque[tuple[Tensor, Tensor]]] = {}
         self._made: dict[torch.dtype, int] = {}  # number of reusable ones, free or not
 
@@ -457,10 +525,8 @@ class SendBuffers:
             free.clear()
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A reusable buffer for the life of a run, in shared memory if possible, and its scratch."""
-        arena = self._transport.sends_from() if self._transport is not None else None
-        flat = arena.allocate(numel, dtype) if arena is not None else flat_empty(numel, dtype, self._device)
-        return flat, self._scratch(numel, dtype, True)
+        """A reusable buffer for the life of a run, and its scratch."""
+        return self._transport.allocate_send(numel, dtype), self._scratch(numel, dtype, True)
 
     def _scratch(self, numel: int, dtype: torch.dtype, reusable: bool) -> Tensor:
         return flat_empty(self._sizes.scratch_numel(numel, reusable), dtype, self._device)

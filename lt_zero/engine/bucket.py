@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -51,6 +51,7 @@ from lt_zero.engine.guard import Owner, disown, guard, own, sentinels, unguard, 
 from lt_zero.engine.layout import Piece, gaps_between
 from lt_zero.engine.lazy_tensor import elements_of, whole
 from lt_zero.engine.partition import BucketPlan
+from lt_zero.engine.step_flags import Section
 from lt_zero.engine.storage_plan import StoragePlan
 from lt_zero.offload.store import Awaited, BackgroundStep, Place, Places, Store, device_place, put_away
 
@@ -115,6 +116,14 @@ class GatherStrategy:
 
     def finish(self, bucket: Bucket) -> None:
         """Note that the flat tensor is filled."""
+
+    def publish(self, bucket: Bucket) -> Work:
+        """Start gathering all ranks' updates of the compute copy, which is not sharded."""
+        return bucket.group.all_gather(bucket.flat, bucket.name, bucket.flat)
+
+    def publish_in_background(self, bucket: Bucket) -> Work:
+        """``publish``, after a background step."""
+        return bucket.group.background_gather(bucket.flat)
 
     def weights_changed(self) -> None:
         """Begin the next gather at the owners of the weights."""
@@ -540,7 +549,7 @@ class Bucket:
 
         def publish() -> None:
             with self.weights.copy.publishing():
-                (self.group.background_fence() if sharded else self._gather_in_background()).wait()
+                (self.group.background_fence() if sharded else self.gathers.publish_in_background(self)).wait()
 
         return publish if self.sharding.optim or sharded else None
 
@@ -554,10 +563,7 @@ class Bucket:
         """Wait for the background step, and start gathering the other ranks' updates."""
         self._background.wait()
         self.weights.copy.wait_copied()
-        self._arriving = self._gather_in_background()
-
-    def _gather_in_background(self) -> Work:
-        return self.group.background_gather(self.flat, self.weights.codec)
+        self._arriving = self.gathers.publish_in_background(self)
 
     def wait_background_step(self) -> bool:
         """Wait until this bucket's step is complete; returns whether it was not."""
@@ -599,9 +605,7 @@ class Bucket:
         """Start gathering the other ranks' updates into the compute copy, after all buckets are refreshed."""
         if not self.weights.trains or self.sharding.params or not self.sharding.optim:
             return None
-        if self.weights.codec is not None:
-            return self.group.all_gather_encoded(self.flat, self.name, self.weights.codec)
-        return self.group.all_gather(self.flat, self.name, self.flat)
+        return self.gathers.publish(self)
 
     def round_as_steps_do(self) -> None:
         """Restore the compute copy that the last step of a trained model left, after its weights were loaded.
@@ -948,6 +952,25 @@ def check_all(buckets: Iterable[Bucket]) -> None:
     for dtype in dict.fromkeys(shown.dtype for _, shown in pairs):
         some = [pair for pair in pairs if pair[1].dtype == dtype]
         ops.take_edits([master for master, _ in some], [shown for _, shown in some])
+
+
+def lost_edits(peers: Ranks, edits: Sequence[InplaceEdits]) -> Section:
+    """The flag of a step that says whether edits of a rank are lost; raises RuntimeError on all ``peers`` then."""
+
+    def raise_lost(flags: Sequence[int]) -> None:
+        if not any(flags):
+            return
+        names = [name for each in edits for name in each.lost]
+        for each in edits:
+            each.lost = []
+        every = sorted({name for some in peers.host_gather(names, "lost edits") for name in some})
+        raise RuntimeError(
+            f"Parameter {', '.join(map(repr, every[:5]))} was modified in place, but its master weights are stored "
+            "elsewhere and would overwrite the edit. Wrap the edit in "
+            "`with lt_zero.gathered(parameters, write=True): ...`."
+        )
+
+    return Section("lost_edits", lambda: [any(each.lost for each in edits)], raise_lost)
 
 
 def digest_of(shard: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Note [Which buffers are sent]
     tables of angles cost nothing, and buffers that forward, backward or code between steps change are what DDP's are.
 
     Nothing is decided by one rank. What each rank saw is a byte per buffer in the exchange of used parameters, which
-    all ranks launch at the end of backward and have waited for before the next window (visible_grads.py). A resting
+    all ranks launch at the end of backward and have waited for before the next window (step_flags.py). A resting
     buffer that changes in forward or backward is therefore sent from the next window on, as with DDP.
 
     A change is seen by version counters and identities. They miss ``buffer.data`` and kernels that write to raw
@@ -35,6 +35,7 @@ from lt_zero.common.module_hooks import ProcessLocal, buffer_of
 from lt_zero.common.users_code import warn
 from lt_zero.engine.fp32_modules import BATCH_NORMS
 from lt_zero.engine.layout import split_by_size
+from lt_zero.engine.step_flags import Section
 
 _PROBATION = 4  # windows without a change after which a buffer rests
 _INTERVAL = 50  # windows between looks at the values of resting buffers
@@ -112,7 +113,11 @@ class BufferSync(ProcessLocal):
     def end_backward(self) -> None:
         self._unfinished = False
 
-    def report(self) -> list[int]:
+    def section(self) -> Section:
+        """The flags of a step that say what ranks saw."""
+        return Section("buffers", self._report, launched=self._exchanged)
+
+    def _report(self) -> list[int]:
         """Report to the other ranks, in numbers.
 
         One for each buffer says what this rank saw of it since all ranks had the same values. The last is 1 if this
@@ -125,7 +130,7 @@ class BufferSync(ProcessLocal):
         others |= any(_form(b.now) != b.form for b in self._buffers if b.changes or b.seen)
         return [*(buffer.seen for buffer in self._buffers), int(others)]
 
-    def exchanged(self, work: Work, seen: Tensor) -> None:
+    def _exchanged(self, work: Work, seen: Tensor) -> None:
         """Note that ``seen`` has the largest numbers of all ranks when ``work`` is done."""
         self._sent = (work, seen) if self.enabled else None
 

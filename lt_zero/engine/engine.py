@@ -85,7 +85,7 @@ from lt_zero.common.module_hooks import (
 )
 from lt_zero.common.phases import NOTHING, TimedSpan, UnitRanges, phase, unit_range
 from lt_zero.common.tensor_tree import iter_tensors
-from lt_zero.engine.bucket import Bucket, digest_of
+from lt_zero.engine.bucket import Bucket, digest_of, lost_edits
 from lt_zero.engine.buffers import BufferSync
 from lt_zero.engine.exchange import GradientExchange
 from lt_zero.engine.fp32_modules import find_fp32_modules
@@ -187,14 +187,18 @@ class Engine(ProcessLocal):
         self.buffers = BufferSync(root, self.peers, options.broadcast_buffers and not exchange.sums_late)
         self.same_on_ranks = SameOnRanks(self.peers, root, [p for b in self.buckets for p in b.params])
         self.grad_views = GradViews(self.peers, self.buckets, self.parts)
+        news = [
+            self.buffers.section(),
+            self.same_on_ranks.section(),
+            offload_manager.section(self.peers),
+            lost_edits(self.peers, [bucket.edits for bucket in self.buckets]),
+        ]
         self.unused_parameters = UnusedParameters(
             peers=self.peers,
             buckets=self.buckets,
             views=self.grad_views,
             reducer=self.reducer,
-            files=offload_manager,
-            same_on_ranks=self.same_on_ranks,
-            buffers=self.buffers,
+            news=news,
             sums_late=exchange.sums_late,
         )
         self.finish_reductions = self.unused_parameters.finish_reductions

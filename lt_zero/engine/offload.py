@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.world import World
 from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.step_flags import Section
 from lt_zero.io.thread_pool import SwapError
 
 
@@ -39,6 +40,16 @@ class Offload:
     def find_problem(self) -> SwapError | None:
         """The error of this rank, if any. See offload/nvme_store.py, Note [A failing disk]."""
         return next(filter(None, (find() for find in self.others)), None)
+
+    def section(self, peers: Ranks) -> Section:
+        """The flag of a step that says whether files of a rank failed; raises SwapError on all ``peers`` then."""
+
+        def raise_problems(flags: Sequence[int]) -> None:
+            if any(flags):
+                problem = self.find_problem()
+                raise SwapError(" ".join(peers.problems(str(problem) if problem else None, "files")))
+
+        return Section("files", lambda: [self.find_problem() is not None], raise_problems)
 
     def check(self, world: Ranks, name: str) -> None:
         """Raise SwapError on all ranks if one has an error. Collective if there are files or a background step."""

@@ -2,7 +2,7 @@
 
 Note [Compared without a message]
     Ranks that step with different learning rates, or clip to different norms, move the parts of a weight differently,
-    and nothing else would tell. A step exchanges flags of used parameters in any case (visible_grads.py), so a digest
+    and nothing else would tell. A step exchanges flags of used parameters in any case (step_flags.py), so a digest
     travels with them: 16 bytes, whose element-wise maximum over the ranks tells whether all are equal. It covers what
     the steps since the last exchange were taken with, what the optimizers of these steps have now, which parameters
     are frozen, and trainable parameters that the engine does not know. So a change is found before its step, or if it
@@ -33,9 +33,9 @@ from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import differences
 from lt_zero.common.users_code import warn
 from lt_zero.engine.dtypes import DtypePolicy
+from lt_zero.engine.step_flags import Section
 
 _DIGEST = 8  # bytes
-FLAGS = 2 * _DIGEST  # elements of the flags
 _KEPT = 3  # exchanges whose facts are kept: with slow_node_tolerance a step waits for the one before
 _ATTRIBUTE = "attribute "  # begins facts about modules of which it is not known whether a forward runs them
 _REMEDY = "Every rank has to compute the same: look for values that depend on the rank, its data or its environment."
@@ -157,7 +157,11 @@ class SameOnRanks:
             self._dropped += len(self._noted)
             self._noted = []
 
-    def flags(self) -> tuple[int, ...]:
+    def section(self) -> Section:
+        """The flags of a step by which values are compared."""
+        return Section("options", self._report, self.check, nothing=bytes(_NOTHING))
+
+    def _report(self) -> tuple[int, ...]:
         """This rank's bytes of an exchange; ``check`` gets their maximum over the ranks."""
         if self._peers.alone:
             return _NOTHING

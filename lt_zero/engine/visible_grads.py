@@ -7,17 +7,17 @@ Where such a gradient lacks a deferred factor, the stand-in is a ``ShardedGrad``
 sharded gradient has a ``ShardedGrad``, too, which supports what needs no gather: norms over all ranks (one all-reduce
 for all parameters), and what is computed element by element (sharded_grad.py). All else raises and names a remedy.
 
-One exchange of flags, launched when backward ends and waited for at the step, tells all ranks which parameters any of
-them used (reduced_grads.py, Note [Unused parameters]), which buckets need a second reduction (grad_reducer.py,
-Note [When a bucket is ready]), and whether all step with the same options (same_on_ranks.py). Where ranks do not wait
-for late ones (``communication.slow_node_tolerance``, stage 0) a step waits for the flags of the step before, every
+One exchange of flags (step_flags.py), launched when backward ends and waited for at the step, tells all ranks which
+parameters any of them used (reduced_grads.py, Note [Unused parameters]), and which buckets need a second reduction
+(grad_reducer.py, Note [When a bucket is ready]). What others have to tell travels with it. Where ranks do not wait for
+late ones (``communication.slow_node_tolerance``, stage 0) a step waits for the flags of the step before, every
 parameter counts as used, and there are no second reductions.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
@@ -27,18 +27,14 @@ from torch.nn import Parameter
 
 from lt_zero.comm.ranks import Ranks
 from lt_zero.comm.shard_group import ShardGroup, combine_rows
-from lt_zero.comm.work import Done, Work
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.norms import VectorNorm
 from lt_zero.common.phases import phase
 from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.buffers import BufferSync
 from lt_zero.engine.grad_reducer import GradReducer
-from lt_zero.engine.offload import Offload
 from lt_zero.engine.parts import Parts
-from lt_zero.engine.same_on_ranks import FLAGS, SameOnRanks
 from lt_zero.engine.sharded_grad import REMEDY, Place, ShardedGrad, ShardedValues, is_whole, local_rows, stand_in
-from lt_zero.io.thread_pool import SwapError
+from lt_zero.engine.step_flags import ExchangedFlags, Section, StepFlags
 from lt_zero.offload.store import Store
 
 
@@ -336,11 +332,10 @@ class GradViews:
 
 
 class UnusedParameters:
-    """The agreement of ranks on the parameters that none of them used, and on the news that travel with it.
+    """The agreement of ranks on the parameters that none of them used, and on buckets to be reduced again.
 
     Args:
-        files: swap files, whose errors on this rank are reported to the other ranks.
-        same_on_ranks, buffers: their news travel with the flags.
+        news: sections of others, which travel with the flags.
         sums_late: reductions go on without late ranks.
 
     Attributes:
@@ -354,28 +349,26 @@ class UnusedParameters:
         buckets: list[Bucket],
         views: GradViews,
         reducer: GradReducer,
-        files: Offload,
-        same_on_ranks: SameOnRanks,
-        buffers: BufferSync,
+        news: Iterable[Section],
         sums_late: bool,
     ) -> None:
-        self._peers = peers
         self._buckets = buckets
         self._views = views
         self._reducer = reducer
         views.complete = reducer.sum_replicas
-        self._files = files
-        self._same_on_ranks = same_on_ranks
-        self._buffers = buffers
+        used = Section("used", self._report_used)
+        late = Section("late", lambda: [bucket in self.late for bucket in self._buckets])
+        nonfinite = Section("nonfinite", lambda: [self.nonfinite], self._take_nonfinite)
+        self._step_flags = StepFlags(peers, [used, late, nonfinite, *news])
         self._wide: dict[ShardGroup, list[Bucket]] = {}  # of ranks with other models, which have flags of their own
         for bucket in buckets:
             if bucket.is_wide:
                 self._wide.setdefault(bucket.group, []).append(bucket)
         # Ranks do not wait for late ones.
         self._tolerates = sums_late and any(not bucket.sharding.optim for bucket in buckets)
-        self._flags: tuple[Work, Tensor] | None = None  # which parameters had a gradient on any rank
+        self._flags: ExchangedFlags | None = None  # of the last backward
         self._wide_due = False  # the flags of ``_wide`` are not exchanged yet
-        self._earlier: tuple[Work, Tensor] | None = None  # the flags of the step before, if ranks may be late
+        self._earlier: ExchangedFlags | None = None  # the flags of the step before, if ranks may be late
         # The result of ``finish_reductions``, and ``GradViews.changes`` then.
         self._found: tuple[set[Place], int] | None = None
         self.late: set[Bucket] = set()
@@ -399,25 +392,24 @@ class UnusedParameters:
         self._flags = None
         self._views.abort()
 
-    def _launch(self) -> tuple[Work, Tensor]:
-        """Launch the exchange of flags: what is the same on all ranks, used parameters, late buckets, errors."""
+    def _launch(self) -> ExchangedFlags:
+        """Launch the exchange of flags."""
         for bucket in self._buckets:
             bucket.edits.check()
+        self._wide_due = bool(self._wide)
+        self._flags = self._step_flags.launch()
+        return self._flags
+
+    def _report_used(self) -> list[bool]:
+        """Which parameters had a gradient on this rank; notes the ``late`` buckets."""
         # Guards would intercept each access to ``.grad``, although it needs no values.
         with without_torch_function():
             got = [[p.grad is not None for p in b.params] for b in self._buckets]
         self.late = {b for b, some in zip(self._buckets, got, strict=True) if any(some)}
-        used = [g or i in b.grads.used for b, some in zip(self._buckets, got, strict=True) for i, g in enumerate(some)]
-        lost = any(b.edits.lost for b in self._buckets)
-        failed = self._files.find_problem() is not None
-        news = [*(b in self.late for b in self._buckets), self.nonfinite, failed, lost]
-        seen = self._buffers.report()
-        every = torch.frombuffer(bytearray([*seen, *self._same_on_ranks.flags(), *used, *news]), dtype=torch.uint8)
-        self._wide_due = bool(self._wide)
-        work, flags = self._peers.host_max(every, "used parameters"), every[len(seen) :]
-        self._buffers.exchanged(work, every[: len(seen)])
-        self._flags = work, flags
-        return self._flags
+        return [g or i in b.grads.used for b, some in zip(self._buckets, got, strict=True) for i, g in enumerate(some)]
+
+    def _take_nonfinite(self, flags: Sequence[int]) -> None:
+        self.nonfinite = bool(flags[0])
 
     def finish_reductions(self) -> set[Place]:
         """Finish all reductions; returns the parameters, as (bucket, index), that have a gradient. Collective.
@@ -437,29 +429,28 @@ class UnusedParameters:
             views.detach()
         self._reducer.flush()
         unseen = not views.shown and any(b.has_grads() for b in self._buckets if b not in self.late)
-        pending, flags = self._launch() if self._flags is None or unseen else self._flags
+        flags = self._launch() if self._flags is None or unseen else self._flags
         if self._tolerates:
-            pending, flags = self._of_the_step_before(pending, flags)
+            flags = self._of_the_step_before(flags)
         with phase("reduce", "used parameters"):
-            pending.wait()
+            flags.wait()
         if self._wide_due:
             self._exchange_wide(flags)
-        row, count = flags.tolist(), len(self._buckets)
-        self._same_on_ranks.check(row[:FLAGS])
-        self.nonfinite = bool(row[-3])
-        if row[-2] or row[-1]:
+        try:
+            self._step_flags.handle(flags)
+        except RuntimeError:
             self._flags = None
-            self._raise(files=bool(row[-2]))
-        late = [bucket for bucket, flag in zip(self._buckets, row[-3 - count : -3], strict=True) if flag]
+            raise
+        late = [bucket for bucket, flag in zip(self._buckets, flags["late"].tolist(), strict=True) if flag]
         if late:
             if stays:
                 # Detach first: the second reduction takes what ``p.grad`` has, and must not take stand-ins.
                 views.detach()
                 stays = False
             self._reducer.reduce_again(late)
-            flags[-count - 3 :] = 0
+            flags["late"].zero_()
             self.late = set()
-        used, flagged = set[Place](), iter(row[FLAGS:])
+        used, flagged = set[Place](), iter(flags["used"].tolist())
         for bucket in self._buckets:
             valid, mine = bucket.grads.valid, islice(flagged, len(bucket.params))
             used |= {(bucket, index) for index, flag in enumerate(mine) if flag and index in valid}
@@ -488,23 +479,23 @@ class UnusedParameters:
             views.detach()
             views.attach({(bucket, index) for bucket, index in places if index in bucket.grads.held})
 
-    def _exchange_wide(self, flags: Tensor) -> None:
+    def _exchange_wide(self, flags: ExchangedFlags) -> None:
         """Take over the flags of buckets that ranks with other models have, too. Collective.
 
         Not in backward, where these ranks may wait for each other.
         """
         self._wide_due = False
-        starts, position = dict[Bucket, int](), FLAGS
-        for bucket in self._buckets:
-            starts[bucket], position = position, position + len(bucket.params)
-        late = {bucket: position + number for number, bucket in enumerate(self._buckets)}
+        used = flags["used"].split([len(bucket.params) for bucket in self._buckets])
+        late = flags["late"].split(1)
+        of_bucket = dict(zip(self._buckets, zip(used, late, strict=True), strict=True))
         for group, buckets in self._wide.items():
-            places = [p for b in buckets for p in (*range(starts[b], starts[b] + len(b.params)), late[b])]
-            mine = flags[places]
+            parts = [part for bucket in buckets for part in of_bucket[bucket]]
+            mine = torch.cat(parts)
             group.host_max(mine, "used shared parameters").wait()
-            flags[places] = mine
+            for part, maxima in zip(parts, mine.split([part.numel() for part in parts]), strict=True):
+                part.copy_(maxima)
 
-    def _of_the_step_before(self, pending: Work, flags: Tensor) -> tuple[Work, Tensor]:
+    def _of_the_step_before(self, flags: ExchangedFlags) -> ExchangedFlags:
         """Keep the flags of this step; returns those of the one before, with all parameters used.
 
         Raises:
@@ -517,26 +508,8 @@ class UnusedParameters:
                 "communication.slow_node_tolerance they do not wait for each other: remove the key, or set p.grad in a "
                 "backward hook."
             )
-        nothing = Done(), torch.zeros_like(flags)
-        nothing[1][FLAGS // 2 : FLAGS] = 255
-        (pending, flags), self._earlier = self._earlier or nothing, (pending, flags)
-        pending.wait()
-        flags = flags.clone()
-        flags[FLAGS : -len(self._buckets) - 3] = 1
-        flags[-len(self._buckets) - 3 : -3] = 0
-        return Done(), flags
-
-    def _raise(self, files: bool) -> None:
-        """Raise the error of files, or of lost edits, that some rank has. Collective."""
-        if files:
-            problem = self._files.find_problem()
-            raise SwapError(" ".join(self._peers.problems(str(problem) if problem else None, "files")))
-        names = [name for bucket in self._buckets for name in bucket.edits.lost]
-        for bucket in self._buckets:
-            bucket.edits.lost = []
-        every = sorted({name for some in self._peers.host_gather(names, "lost edits") for name in some})
-        raise RuntimeError(
-            f"Parameter {', '.join(map(repr, every[:5]))} was modified in place, but its master weights are stored "
-            "elsewhere and would overwrite the edit. Wrap the edit in "
-            "`with lt_zero.gathered(parameters, write=True): ...`."
-        )
+        earlier = (self._earlier or self._step_flags.nothing(flags)).copied()
+        self._earlier = flags
+        earlier["used"].fill_(1)
+        earlier["late"].zero_()
+        return earlier

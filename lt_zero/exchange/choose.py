@@ -1,10 +1,11 @@
-"""Makes the exchange of gradients, and the gathers of weights, that plans ask for."""
+"""Makes the groups, the exchange of gradients, and the gathers of weights that plans ask for."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
 
+from lt_zero.comm.options import CommunicationOptions
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.engine.bucket import GatherStrategy
 from lt_zero.engine.exchange import GradientExchange, PlainExchange
@@ -12,13 +13,40 @@ from lt_zero.engine.partition import EnginePlan
 from lt_zero.engine.storage_plan import StoragePlan
 from lt_zero.exchange.compressed_momentum import CompressedMomentum
 from lt_zero.exchange.gradient_compression import GradientCompression
-from lt_zero.exchange.late_ranks import TolerantExchange
+from lt_zero.exchange.late_ranks import TolerantExchange, tolerant_sum, tolerate
 from lt_zero.exchange.local_steps import LocalSteps
 from lt_zero.exchange.plan import ExchangeKind, ExchangePlan
-from lt_zero.exchange.quantized import RestingGather
-from lt_zero.exchange.zero_plus_plus import QuantizedGradients, ZeroPlusPlusGather
+from lt_zero.exchange.quantized import EncodedUpdates, RestingGather
+from lt_zero.exchange.zero_plus_plus import QuantizedGradients, ZeroPlusPlusGather, share_second_copies
 
 log = logging.getLogger("lt_zero")
+
+
+def configure_group(group: ShardGroup, options: CommunicationOptions) -> None:
+    """Let ``group`` shard, gather and reduce as the options say. Before anything is sharded. Collective.
+
+    Raises:
+        ConfigError: they do not fit the ranks.
+    """
+    predivide = None
+    if options.prescales:
+        predivide = group.divisor
+    elif options.predivides:
+        predivide = options.predivide_factor
+    group.configure(
+        shards=options.shards(max(map(len, group.parts))),
+        topology=options.topology,
+        scatters=options.scatters,
+        sums_gradients=options.sums_gradients,
+        predivide=predivide,
+    )
+    # With parts of different sizes, some ranks have a model beside this group's, and are not sharded.
+    if len(set(map(len, group.parts))) == 1:
+        share_second_copies(group, options.secondary_shards(group.size))
+    tolerate(group, options.late_share, options.shards_optimizer)
+    # This makes process groups. It is done here, where all ranks configure their groups in one order.
+    if options.steps_beside_forward:
+        group.allow_background()
 
 
 def exchange_of(
@@ -37,8 +65,9 @@ def exchange_of(
     """
     kind = plan.kind
     if kind is ExchangeKind.TOLERANT:
-        assert peers.tolerance is not None
-        return TolerantExchange(peers, peers.tolerance)
+        tolerance = tolerant_sum(peers)
+        assert tolerance is not None
+        return TolerantExchange(peers, tolerance)
     if kind is ExchangeKind.QUANTIZED:
         return QuantizedGradients(peers, groups)
     if plan.codec is None:
@@ -47,8 +76,7 @@ def exchange_of(
             here = "rank" if peers.size == 1 else "node"
             log.info("gradient_compression has nothing to do: there is one %s.", here)
         return PlainExchange(peers)
-    # The answer is the same on all ranks, which make their groups for it together.
-    peers.use_compression(plan.codec, plan.hierarchical)
+    # The kind is the same on all ranks, which make their groups for it together.
     if kind is ExchangeKind.LOCAL_STEPS:
         return LocalSteps(peers, plan)
     if kind is ExchangeKind.MOMENTA:
@@ -56,11 +84,13 @@ def exchange_of(
     return GradientCompression(peers, plan, plan.asked.warmup_steps)
 
 
-def gathers_of(row: StoragePlan) -> GatherStrategy:
-    """Make the strategy by which the weights of one bucket are gathered."""
-    codecs, secondary = row.codecs, row.group.secondary_shards
+def gathers_of(row: StoragePlan, group: ShardGroup) -> GatherStrategy:
+    """Make the strategy by which the weights of one bucket of ``group`` are gathered."""
+    codecs = row.codecs
     if codecs.rests is not None:
         return RestingGather(codecs.rests)
-    if row.sharding.params and (codecs.gathers_frozen is not None or secondary > 1):
-        return ZeroPlusPlusGather(codecs, secondary)
+    if codecs.updates is not None:
+        return EncodedUpdates(codecs.updates)
+    if row.sharding.params and (codecs.gathers_frozen is not None or group.secondary_shards > 1):
+        return ZeroPlusPlusGather(codecs, group)
     return GatherStrategy()

@@ -223,7 +223,7 @@ class MomentumFeedback(ErrorFeedback):
             old = last[span.lo : span.hi]
             mine[span.lo : span.hi].mul_((1 - beta) * factor).add_(old, alpha=beta * share * factor)
         full = torch.empty_like(mine) if self._sharded else out
-        work = group.reduce_compressed(full, mine, residuals, False, self._name)
+        work = self._exchange.sums.reduce(full, mine, residuals, False, self._name)
         return _Averaged(work, mine, partial(self._take, full, out, [factor for _, factor in rules]))
 
     @torch.no_grad()

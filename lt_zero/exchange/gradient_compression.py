@@ -29,6 +29,7 @@ from lt_zero.common.units import format_bytes
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.exchange import PlainExchange
 from lt_zero.engine.layout import gaps_between
+from lt_zero.exchange.encoded import use_compression
 from lt_zero.exchange.plan import ExchangePlan
 
 log = logging.getLogger("lt_zero")
@@ -93,7 +94,7 @@ class ErrorFeedback:
 
     def reduce(self, out: Tensor, send: Tensor, residuals: Residuals, add: bool) -> Work:
         """Start averaging ``send`` (1D, all elements) over the ranks, compressed, into ``out``, or add it there."""
-        return self._group.reduce_compressed(out, send, residuals, add, self._name)
+        return self._owner.sums.reduce(out, send, residuals, add, self._name)
 
     @torch.no_grad()
     def restore(self, step: int) -> None:
@@ -123,11 +124,15 @@ class GradientCompression(PlainExchange):
     """Sends the gradients of buckets whose plan says so compressed, after the warm-up, with error feedback.
 
     Args:
-        peers: reduce the gradients.
+        peers: reduce the gradients; several nodes of them, or ranks. Collective.
         plan: says which buckets are compressed, and whether steps may be skipped (Note [Skipped steps]).
         warmup: optimizer steps whose gradients are sent as they are.
 
+    Raises:
+        ConfigError: the ranks do not form nodes, or a GPU has one queue for all groups.
+
     Attributes:
+        sums: the compressed reductions.
         announce: called once, with a line of text, if coding takes longer than the transfer that it saves.
         of_bucket: the residuals.
         steps: optimizer steps so far.
@@ -138,6 +143,10 @@ class GradientCompression(PlainExchange):
 
     def __init__(self, peers: ShardGroup, plan: ExchangePlan, warmup: int = 0) -> None:
         super().__init__(peers)
+        assert plan.codec is not None
+        sums = use_compression(peers, plan.codec, plan.hierarchical)
+        assert sums is not None
+        self.sums = sums
         self._warmup = warmup
         self.plan = plan
         self.scale = 1.0
@@ -170,14 +179,13 @@ class GradientCompression(PlainExchange):
 
     def end_step(self) -> None:
         self.steps += 1
-        compressor = self._peers.compressor
-        assert compressor is not None
+        compressor = self.sums.compressor
         # All ranks come here in the same step, as measuring the rate is collective.
         if self.steps == self._judge_from:
             compressor.restart_costs()
         elif self.steps == self._warmup + JUDGED:
             compressor.costs.settle(wait=True)
-            line = verdict(compressor.costs, self._peers.measure_rate(), self.steps - self._judge_from, self.steps)
+            line = verdict(compressor.costs, self.sums.measure_rate(), self.steps - self._judge_from, self.steps)
             if line and self._peers.world.rank == 0:
                 self.announce(line)
 

@@ -2,15 +2,60 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.tolerance import TolerantSum
+from lt_zero.comm.tolerance import FOR_EVER, TolerantHierarchy, TolerantSum, tolerance_of
+from lt_zero.comm.transport import Mesh
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.exchange import PlainExchange
+
+log = logging.getLogger("lt_zero")
+
+
+def tolerate(group: ShardGroup, share: float, sharded: bool) -> None:
+    """Let sums of gradients go on without late nodes, at most ``share`` of the ranks; 0: they wait. Collective.
+
+    ``sharded``: whether anything is.
+
+    Raises:
+        ConfigError: that cannot be had.
+    """
+    if group.whole is None:
+        return
+    group.sum_by(None)
+    if not share:
+        return
+    ranks, late = tolerance_of(share, sharded, group.mesh, group.nodes, group.backend, group.device)
+    mesh = Mesh(group.size, group.rank, ranks)
+    columns = [mesh.replica_ranks(number) for number in range(ranks)]
+    groups = [group.new_group(columns, FOR_EVER) for _ in range(2)]
+    tolerant = TolerantSum(groups, mesh, late, partial(_tell_late, mesh, group.world.hosts))
+    weakref.finalize(group, tolerant.end).atexit = False
+    group.world.ends_with_run.add(tolerant)
+    node = next(node for node in group.nodes if group.rank in node)
+    arenas = [arena for _ in range(3 if ranks > 1 else 0) if (arena := group.share_memory(node)) is not None]
+    group.sum_by(TolerantHierarchy(group.connections(mesh, group.whole, [ranks]), arenas, tolerant))
+
+
+def tolerant_sum(group: ShardGroup) -> TolerantSum | None:
+    """The sums of ``group`` that go on without late ranks; None: they wait for all."""
+    return group.sums.tolerant if isinstance(group.sums, TolerantHierarchy) else None
+
+
+def _tell_late(mesh: Mesh, hosts: Sequence[str], member: int, late: bool) -> None:
+    """Log that a member is late, or on time again."""
+    # One rank logs, of another member than the late one, which may not come to this for long.
+    if mesh.rank == (0 if member else mesh.world - 1) // mesh.shards * mesh.shards:
+        ranks = mesh.shard_ranks(member)
+        text = "is late: sums of gradients go on without it, and get its contributions later" if late else "is on time"
+        log.warning("Node %s (rank %s) %s.", hosts[ranks[0]], ", ".join(map(str, ranks)), text)
 
 
 class TolerantExchange(PlainExchange):

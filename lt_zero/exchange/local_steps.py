@@ -131,5 +131,5 @@ class LocalFeedback(ErrorFeedback):
         # The sum is multiplied by the factor after it. Divide by that, and by the number of ranks, to get the mean.
         flat = flat / (self._group.factors(flat.dtype)[1] * self._group.size)
         mean = torch.empty_like(flat)
-        self._group.reduce_compressed(mean, flat, residuals, False, self._name).wait()
+        self._steps.sums.reduce(mean, flat, residuals, False, self._name).wait()
         return mean

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from lt_zero.comm.compression import gather_encoded
 from lt_zero.comm.work import Work
 from lt_zero.common.codec import Codec
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.engine.bucket import Bucket, GatherStrategy
+from lt_zero.exchange.encoded import all_gather_encoded
 from lt_zero.offload.store import CODES, WEIGHTS, Place, Store
 
 
@@ -107,4 +110,22 @@ class RestingGather(GatherStrategy):
 
     def launch(self, bucket: Bucket) -> Work:
         with bucket.weights.gather_source.source(bucket.shard) as codes:
-            return bucket.group.all_gather_encoded(bucket.flat, bucket.name, self._codec, codes)
+            return all_gather_encoded(bucket.group, bucket.flat, bucket.name, self._codec, codes)
+
+
+class EncodedUpdates(GatherStrategy):
+    """Gathers of one bucket whose parameters are not sharded: updates are sent encoded.
+
+    ``codec``: of the updates.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+
+    def publish(self, bucket: Bucket) -> Work:
+        return all_gather_encoded(bucket.group, bucket.flat, bucket.name, self._codec)
+
+    def publish_in_background(self, bucket: Bucket) -> Work:
+        return bucket.group.background_gather(
+            bucket.flat, partial(gather_encoded, bucket.flat, bucket.group.mesh, self._codec)
+        )

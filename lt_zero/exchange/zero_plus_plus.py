@@ -15,20 +15,58 @@ Note [Exact gathers]
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from lt_zero.comm.hierarchy import Hierarchy
 from lt_zero.comm.residuals import Residuals
-from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.transport import Replicas, SendBuffer
+from lt_zero.comm.shard_group import Operation, ShardGroup
+from lt_zero.comm.transport import Backend, Gloo, Mesh, Replicas, SendBuffer, Transport
 from lt_zero.comm.work import Work
 from lt_zero.common.codec import Codec
 from lt_zero.engine.bucket import Bucket, GatherStrategy
 from lt_zero.engine.exchange import PlainExchange
 from lt_zero.engine.layout import gaps_between
 from lt_zero.engine.storage_plan import Codecs
+from lt_zero.exchange.encoded import all_gather_encoded, use_quantized_sums
 from lt_zero.exchange.plan import GRADIENTS, GRADIENTS_INSIDE, WEIGHTS
+
+_KEY = "zero_optimization.zero_hpz_partition_size"
+_GATHER = Operation("all-gather in the node", "all_gather")
+
+
+def share_second_copies(group: ShardGroup, size: int) -> None:
+    """Let ``size`` neighbouring ranks share a second copy of parameters; 1: there is none. Collective.
+
+    Raises:
+        ConfigError: a GPU has one queue for all groups.
+    """
+    if group.process_group is not None:
+        if size > 1:
+            group.require_queues(_KEY, f"{_KEY}={size}")
+            in_node(group, size)
+        group.secondary_shards = size
+
+
+def in_node(group: ShardGroup, size: int) -> Transport:
+    """The transport of second copies that ``size`` neighbouring ranks share. Collective at first."""
+    return group.once((_KEY, size), partial(_connect, group, size))
+
+
+def _connect(group: ShardGroup, size: int) -> Transport:
+    mesh = Mesh(group.size, group.rank, size)
+    groups = group.whole
+    assert groups is not None
+    if group.backend == Gloo.name:
+        arena = group.share_memory(mesh.shard_ranks(mesh.replica)) if group.device.type == "cpu" else None
+        # One arena serves for all three: this transport only gathers, in one thread.
+        arenas = [arena] * 3 if arena is not None else []
+        return Hierarchy(group.connections(mesh, groups, [size], scatters=False), arenas)
+    row = group.new_group([mesh.shard_ranks(replica) for replica in range(group.size // size)])
+    return Backend(group.connections(mesh, replace(groups, gathers=row), scatters=False))
 
 
 class ZeroPlusPlusGather(GatherStrategy):
@@ -36,11 +74,12 @@ class ZeroPlusPlusGather(GatherStrategy):
 
     Args:
         codecs: of the bucket; say which gathers from the owners are quantised.
-        secondary: ranks that share a second copy; 1: there is none.
+        group: of the bucket; says how many ranks share a second copy.
     """
 
-    def __init__(self, codecs: Codecs, secondary: int) -> None:
-        self._codecs, self._secondary = codecs, secondary
+    def __init__(self, codecs: Codecs, group: ShardGroup) -> None:
+        self._codecs, self._secondary = codecs, group.secondary_shards
+        self._in_node = in_node(group, self._secondary) if self._secondary > 1 else None
         self._kept: Tensor | None = None  # 1D: this rank's part of the second copy
         self._valid = self._keeps = False  # the copy is of the current weights; it is made when the gather is finished
         self._kept_rounded = False  # the copy was decoded
@@ -64,13 +103,15 @@ class ZeroPlusPlusGather(GatherStrategy):
     def launch(self, bucket: Bucket) -> Work:
         if self._serves:
             assert self._kept is not None
+            assert self._in_node is not None
             self._part(bucket).copy_(self._kept)
-            return bucket.group.all_gather_in_node(bucket.flat, bucket.name)
+            gather = partial(self._in_node.all_gather, bucket.flat, None)
+            return bucket.group.run(_GATHER, bucket.name, bucket.flat, gather)
         if self._codec is None:
             return super().launch(bucket)
         with bucket.weights.gather_source.source(bucket.shard):
             # The shard is in its place in the flat tensor, and is encoded there.
-            return bucket.group.all_gather_encoded(bucket.flat, bucket.name, self._codec)
+            return all_gather_encoded(bucket.group, bucket.flat, bucket.name, self._codec)
 
     def finish(self, bucket: Bucket) -> None:
         if not self._keeps:
@@ -116,8 +157,8 @@ class QuantizedGradients(PlainExchange):
     def __init__(self, peers: ShardGroup, groups: Iterable[ShardGroup]) -> None:
         super().__init__(peers)
         self._lossy: dict[Bucket, Residuals] = {}  # without a worker's: nothing is kept
-        for group in dict.fromkeys(groups):
-            group.use_quantized_sums(GRADIENTS, GRADIENTS_INSIDE)
+        of_group = {group: use_quantized_sums(group, GRADIENTS, GRADIENTS_INSIDE) for group in dict.fromkeys(groups)}
+        self._sums = {group: sums for group, sums in of_group.items() if sums is not None}
 
     def bind(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
@@ -134,4 +175,4 @@ class QuantizedGradients(PlainExchange):
     ) -> Work:
         if (residuals := self._lossy.get(bucket)) is None:
             return super().reduce(bucket, out, send, add, replicas)
-        return bucket.group.reduce_compressed(out, send.flat, residuals, add, bucket.name)
+        return self._sums[bucket.group].reduce(out, send.flat, residuals, add, bucket.name)

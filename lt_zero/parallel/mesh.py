@@ -40,8 +40,10 @@ from lt_zero.common.units import format_bytes
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import SequenceParallel
+from lt_zero.config.options import communication_options
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.same_on_ranks import Snapshot, compare, described, model_facts
+from lt_zero.exchange.choose import configure_group
 from lt_zero.parallel.buffers import make_plain
 from lt_zero.parallel.built_sharded import cut_sharded
 from lt_zero.parallel.experts import AXIS, SIZE, cut_experts, is_of_experts
@@ -347,9 +349,10 @@ class ParallelMesh:
             self._share(set(pipeline.shared.values()) if pipeline is not None else set())
         # ``configure`` is collective, so all ranks call it for every group, whatever parameters they have in it.
         of_experts = self._experts.same if self._experts is not None else None
+        options = communication_options(config)
         for each in (group, self.peers, self._cut, of_experts, *self._shared.values()):
             if each is not None:
-                each.configure(config)
+                configure_group(each, options)
         if self._meshes:
             first = None
             given["specs"] = localize(module, self._meshes)

@@ -30,6 +30,7 @@ from lt_zero.engine.dtypes import DtypePolicy
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import sync_buffers
 from lt_zero.engine.same_on_ranks import compare_models
+from lt_zero.exchange.choose import configure_group
 from lt_zero.parallel.batches import check_same_batch
 from lt_zero.parallel.mesh import DeviceMesh, ParallelMesh, mesh_of
 from lt_zero.parallel.pipeline import position
@@ -167,12 +168,13 @@ class Session:
         count_run()
         new = self.known is None
         if new:
-            world = World.join(device, communication_options(config), timeout, node, new_log)
+            communication = communication_options(config)
+            world = World.join(device, communication, timeout, node, new_log)
             first(world)
             group = ShardGroup.of_all(world)
             check_same(config, world.host_gather)
             tell_without_effect(config, self.face, world.rank)
-            group.configure(config)
+            configure_group(group, communication)
             self.mesh, self.known = mesh_of(config, world), group
             if self.mesh is not None:
                 self.mesh.share_generators()

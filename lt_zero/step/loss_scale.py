@@ -23,7 +23,7 @@ Note [Device skip flag]
 Note [Unchecked steps]
     In fp32 steps are not checked unless ``on_nonfinite`` asks for it, and NaN would be trained silently. So the loss is
     checked, on a GPU only every ``_EVERY`` steps: once a weight is NaN, all losses are. The ranks exchange the result
-    with the flags of used parameters (visible_grads.py), and warn once, naming the gradients. A norm that is computed
+    with the flags of used parameters (step_flags.py), and warn once, naming the gradients. A norm that is computed
     for clipping is checked, too.
 """
 

@@ -23,6 +23,8 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator, compat
 from lt_zero.config import ZeroConfig
+from lt_zero.config.options import communication_options
+from lt_zero.exchange.choose import configure_group
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from tests.support.pool import Pool
 from tests.support.simulated import one_of
@@ -246,7 +248,8 @@ def splits(can: bool) -> Iterator[list[str]]:
 
 def _groups(group: ShardGroup) -> list[list[int]]:
     """The ranks of the groups that are made at start-up."""
-    group.configure(ZeroConfig.of({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}))
+    config = ZeroConfig.of({"zero_optimization": {"stage": 3, "mics_shard_size": 8}})
+    configure_group(group, communication_options(config))
     group.allow_background()
     return [dist.get_process_group_ranks(found) for found in group.world.process_groups]
 

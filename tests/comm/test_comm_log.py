@@ -22,6 +22,7 @@ from lt_zero.comm.options import RecordedCollectives
 from lt_zero.comm.ranks import Unlogged
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.transport import SendBuffer
+from lt_zero.comm.windows import SharedMemoryTransport
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.common.errors import ConfigError
@@ -117,11 +118,11 @@ def test_calls_and_bytes_are_those_of_torch(pool: Pool, stage: int) -> None:
 
 def _shared() -> Any:
     fenced = []
-    fence = ShardGroup.fence
-    with mock.patch.object(ShardGroup, "fence", lambda self: (fenced.append(1), fence(self))[1]):
+    fence = SharedMemoryTransport.fence
+    with mock.patch.object(SharedMemoryTransport, "fence", lambda self: (fenced.append(1), fence(self))[1]):
         trainer = sharded_trainer(3, config={"comms_logger": {"enabled": True}}, max_epochs=1)
         trainer.fit(GPT(2))
-    assert trainer.strategy.session.group.shares_memory
+    assert isinstance(trainer.strategy.session.group.transport, SharedMemoryTransport)
     return _totals(trainer.strategy.comms_summary()), len(fenced)
 
 

@@ -19,6 +19,7 @@ from lt_zero.comm.transport import Mesh
 from lt_zero.comm.work import Done
 from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError
+from lt_zero.exchange.encoded import CompressedGroup, use_compression
 from lt_zero.exchange.plan import SIGNS
 from lt_zero.ops import INT8, TWO_BITS, Codec, TopK, codecs
 from tests.support.matrix import only, only_rows
@@ -48,15 +49,16 @@ def test_the_calls_of_a_gather_do_not_grow_with_the_ranks(ranks: int, monkeypatc
     assert calls == ["quantize", "dequantize_rows"]
 
 
-def _group(codec: Codec, hierarchical: bool, per_node: int = 0) -> ShardGroup:
+def _sums(codec: Codec, hierarchical: bool, per_node: int = 0) -> CompressedGroup:
     if per_node:
         os.environ["LT_ZERO_NODE_RANK"] = str(dist.get_rank() // per_node)
     try:
         group = ShardGroup.of_all(World.join(torch.device("cpu")))
     finally:
         os.environ.pop("LT_ZERO_NODE_RANK", None)
-    assert group.use_compression(codec, hierarchical)
-    return group
+    sums = use_compression(group, codec, hierarchical)
+    assert sums is not None
+    return sums
 
 
 def _zeros(group: ShardGroup, numel: int, whole: bool) -> tuple[Tensor, Residuals]:
@@ -83,7 +85,8 @@ def _owed(group: ShardGroup, residuals: Residuals) -> Tensor:
 
 def _conserved(name: str, whole: bool, hierarchical: bool, dtype: torch.dtype, per_node: int) -> list[float]:
     """What residuals, sent as they are, leave of the difference to what was sent; that difference; a digest."""
-    group = _group(CODECS[name], hierarchical, per_node)
+    sums = _sums(CODECS[name], hierarchical, per_node)
+    group = sums.group
     numel, steps = group.size * 1304, 30  # shards are no multiple of a block
     mine = slice(None) if whole else slice(group.rank * 1304, (group.rank + 1) * 1304)
     out, residuals = _zeros(group, numel, whole)
@@ -93,7 +96,7 @@ def _conserved(name: str, whole: bool, hierarchical: bool, dtype: torch.dtype, p
     for step in range(steps):
         grads = (bias + torch.randn(numel, generator=draws)).to(dtype)
         sent += _summed(group, grads) / group.size
-        group.reduce_compressed(out, grads, residuals, add=step % 2 == 1, name="test").wait()
+        sums.reduce(out, grads, residuals, add=step % 2 == 1, name="test").wait()
         if step % 2 == 1 or step == steps - 1:  # else the next adds to it
             arrived += out.double()
     kept = float((arrived + _owed(group, residuals)[mine] / group.size - sent[mine]).abs().max())
@@ -122,9 +125,9 @@ def test_nothing_is_lost(pool: Pool, name: str, whole: bool, hierarchical: bool,
 
 
 def _first(codec: Codec, grads: Tensor) -> tuple[Tensor, Residuals]:
-    group = _group(codec, hierarchical=False)
-    out, residuals = _zeros(group, grads.numel(), whole=True)
-    group.reduce_compressed(out, grads, residuals, add=False, name="test").wait()
+    sums = _sums(codec, hierarchical=False)
+    out, residuals = _zeros(sums.group, grads.numel(), whole=True)
+    sums.reduce(out, grads, residuals, add=False, name="test").wait()
     return out, residuals
 
 
@@ -143,10 +146,10 @@ def test_an_overflow_arrives_on_all_ranks_and_stays_in_no_residual(pool: Pool, n
 
 
 def _refused() -> str:
-    group = _group(SIGNS, hierarchical=False)
+    group = _sums(SIGNS, hierarchical=False).group
     group.nodes = [[0], [1, 2]]
     with pytest.raises(ConfigError) as caught:
-        group.use_compression(SIGNS, True)
+        use_compression(group, SIGNS, True)
     return str(caught.value)
 
 
@@ -157,12 +160,13 @@ def test_nodes_have_to_be_equal(pool: Pool) -> None:
 
 
 def _bytes(name: str, whole: bool, hierarchical: bool) -> int:
-    group = _group(CODECS[name] if name in CODECS else TopK(0.01, torch.bfloat16), hierarchical)
+    sums = _sums(CODECS[name] if name in CODECS else TopK(0.01, torch.bfloat16), hierarchical)
+    group = sums.group
     numel = 4_000_000
     out, residuals = _zeros(group, numel, whole)
     grads = torch.randn(numel, generator=torch.Generator().manual_seed(group.rank))
     with Traffic() as traffic:
-        group.reduce_compressed(out, grads, residuals, add=False, name="test").wait()
+        sums.reduce(out, grads, residuals, add=False, name="test").wait()
     return traffic.sent
 
 

@@ -19,6 +19,7 @@ from lt_zero.comm import hang_detection, shared_memory, work
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.shared_memory import SEND_BUFFERS
 from lt_zero.comm.transport import SendBuffer
+from lt_zero.comm.windows import SharedMemoryTransport
 from lt_zero.comm.work import CollectiveMonitor, Work
 from lt_zero.comm.world import World
 from lt_zero.common.flat_storage import flat_empty
@@ -142,8 +143,10 @@ def _late(seconds: float) -> str:
     if dist.get_rank() == 1:
         time.sleep(2 * seconds)
         return ""
+    transport = group.transport
+    assert isinstance(transport, SharedMemoryTransport)
     with pytest.raises(RuntimeError, match="Timed out after . s of waiting for rank 1") as caught:
-        group.fence()
+        transport.fence()
     return str(caught.value)
 
 

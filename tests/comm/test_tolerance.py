@@ -22,7 +22,10 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.tolerance import TolerantSum, tolerance_of
 from lt_zero.comm.transport import Mesh
 from lt_zero.comm.world import World
+from lt_zero.config.options import communication_options
 from lt_zero.engine.engine import Engine
+from lt_zero.exchange.choose import configure_group
+from lt_zero.exchange.late_ranks import tolerant_sum
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of, full_values
@@ -33,7 +36,8 @@ SIZES = {"large": 700_001, "small": 5}  # several pieces; fewer elements than a 
 
 def _group(share: float) -> ShardGroup:
     group = ShardGroup.of_all(World.join(torch.device("cpu")))
-    group.configure(ZeroConfig.of(config_of(0, communication={"slow_node_tolerance": share})))
+    config = ZeroConfig.of(config_of(0, communication={"slow_node_tolerance": share}))
+    configure_group(group, communication_options(config))
     return group
 
 
@@ -60,8 +64,8 @@ class Late:
 
 
 def _settled(group: ShardGroup) -> dict[str, tuple[Tensor, Tensor]]:
-    assert group.tolerance is not None
-    return group.tolerance.unsent(lambda sent: group.world.host_gather(sent, "sent"))
+    assert tolerant_sum(group) is not None
+    return tolerant_sum(group).unsent(lambda sent: group.world.host_gather(sent, "sent"))
 
 
 def _account(late: dict[int, tuple[int, int]], share: float, turns: int) -> tuple[Any, ...]:
@@ -70,7 +74,7 @@ def _account(late: dict[int, tuple[int, int]], share: float, turns: int) -> tupl
     ``late``: rank -> the turns in which its contributions are kept back. Values are small integers: sums are exact.
     """
     group = _group(share)
-    tolerance, rank = group.tolerance, dist.get_rank()
+    tolerance, rank = tolerant_sum(group), dist.get_rank()
     assert tolerance is not None
     held, generator = Late(tolerance), torch.Generator().manual_seed(rank)
     first, last = late.get(rank, (turns, turns))
@@ -130,7 +134,7 @@ def test_nothing_is_lost_and_replicas_are_equal(pool: Pool, who: str) -> None:
 def _regained() -> Tensor:
     """How many gradients are in three sums; rank 0 owns the second one not, and begins the third one late."""
     group = _group(0.67)
-    tolerance, rank = group.tolerance, dist.get_rank()
+    tolerance, rank = tolerant_sum(group), dist.get_rank()
     assert tolerance is not None
     count = torch.zeros(SIZES["small"])
     for turn in range(3):
@@ -153,8 +157,8 @@ def test_nothing_is_lost_when_an_owner_returns(pool: Pool) -> None:
 
 def _dropped() -> None:
     group = _group(0.34)
-    assert group.tolerance is not None
-    group.tolerance.sum("large", torch.ones(SIZES["large"]))
+    assert tolerant_sum(group) is not None
+    tolerant_sum(group).sum("large", torch.ones(SIZES["large"]))
     alive = weakref.ref(group)
     del group
     gc.collect()
@@ -169,7 +173,7 @@ def test_what_is_dropped_ends(pool: Pool) -> None:
 def _owners() -> list[list[int]]:
     """Who is late after each turn; rank 0 owns pieces first."""
     group = _group(0.34)
-    tolerance, rank = group.tolerance, dist.get_rank()
+    tolerance, rank = tolerant_sum(group), dist.get_rank()
     assert tolerance is not None
     tolerance._late.clear()  # whatever was measured
     held, found = Late(tolerance), list[list[int]]()
@@ -210,9 +214,9 @@ def _train(stage: int, share: float, nodes: int, zero: dict[str, Any]) -> dict[s
             patch.setenv("LT_ZERO_NODE_RANK", str(dist.get_rank() * nodes // dist.get_world_size()))
             patch.setenv("LT_ZERO_SHARED_MEMORY", "0")
         model, engine, optimizer = _engine(stage, share, **zero)
-    if engine.groups[0].tolerance is not None:
-        engine.groups[0].tolerance._tolerated = 0  # nobody is late, whatever the machine does besides
-        engine.groups[0].tolerance._late.clear()
+    if tolerant_sum(engine.groups[0]) is not None:
+        tolerant_sum(engine.groups[0])._tolerated = 0  # nobody is late, whatever the machine does besides
+        tolerant_sum(engine.groups[0])._late.clear()
     for step in range(3):
         optimizer.zero_grad()
         next_token_loss(model, step, 0, dist.get_rank()).backward()
@@ -241,9 +245,9 @@ def test_without_late_ranks_weights_are_the_same(
 def _owing(share: float, saved: Any) -> tuple[Any, dict[str, Tensor]]:
     """What is owed after loading, and the weights after a step with gradients of zero."""
     model, engine, optimizer = _engine(0, share)
-    assert engine.groups[0].tolerance is not None
-    engine.groups[0].tolerance._tolerated = 0
-    engine.groups[0].tolerance._late.clear()
+    assert tolerant_sum(engine.groups[0]) is not None
+    tolerant_sum(engine.groups[0])._tolerated = 0
+    tolerant_sum(engine.groups[0])._late.clear()
     before = full_values(engine)
     load_residuals(engine, saved)
     owed = residual_state(engine, sharded=False)
@@ -292,11 +296,11 @@ def test_ranks_learn_a_step_later_of_what_is_not_finite(pool: Pool) -> None:
 def _runs_twice() -> list[str]:
     before = set(threading.enumerate())
     group = _group(0.5)
-    assert group.tolerance is not None
+    assert tolerant_sum(group) is not None
     for _ in range(2):
         total = torch.full((3000,), float(dist.get_rank()))
-        group.tolerance.sum("one", total)
-        group.tolerance.end()
+        tolerant_sum(group).sum("one", total)
+        tolerant_sum(group).end()
     return [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("lt_zero-sums")]
 
 
@@ -322,12 +326,12 @@ def test_an_end_is_told_to_the_others_if_one_has_ended() -> None:
 
 def _alive(turns: int) -> int:
     group, numel = _group(0.5), 3001
-    assert group.tolerance is not None
+    assert tolerant_sum(group) is not None
     for _ in range(turns):
-        group.tolerance.sum("one", torch.full((numel,), float(dist.get_rank())))
-    group.tolerance.end()
+        tolerant_sum(group).sum("one", torch.full((numel,), float(dist.get_rank())))
+    tolerant_sum(group).end()
     gc.collect()
-    pieces = {hi - lo for lo, hi in group.tolerance._streams[0].spans}
+    pieces = {hi - lo for lo, hi in tolerant_sum(group)._streams[0].spans}
     return sum(type(one) is Tensor and one.dim() == 1 and one.numel() in pieces for one in gc.get_objects())
 
 

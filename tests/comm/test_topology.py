@@ -159,10 +159,10 @@ def _failing() -> str:
     with _as_two_nodes():
         engine = lt_zero.shard(Net(), config_of(2))
     flat = torch.ones(8)
-    work = engine.groups[0]._transport._reducing.submit(lambda: flat.view(3, 3))  # type: ignore[attr-defined]
+    work = engine.groups[0].transport._reducing.submit(lambda: flat.view(3, 3))  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="shape"):
         work.wait()
-    work = engine.groups[0]._transport._reducing.submit(lambda: flat.add_(1))  # type: ignore[attr-defined]
+    work = engine.groups[0].transport._reducing.submit(lambda: flat.add_(1))  # type: ignore[attr-defined]
     work.wait()
     return str(flat.sum().item())
 

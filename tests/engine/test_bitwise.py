@@ -17,6 +17,7 @@ from torch import nn
 
 import lt_zero
 from lt_zero.comm.shared_memory import SharedArena
+from lt_zero.comm.windows import SharedMemoryTransport
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.grad_accumulator import GradAccumulator
 from lt_zero.engine.grad_reducer import GradReducer
@@ -88,7 +89,7 @@ def test_all_stages_agree_bitwise(pool: Pool, world: int, dtype: torch.dtype | N
 
 
 def _shares() -> bool:
-    return bool(lt_zero.shard(Net(), config_of(3)).groups[0].shares_memory)
+    return isinstance(lt_zero.shard(Net(), config_of(3)).groups[0].transport, SharedMemoryTransport)
 
 
 def test_the_switch(pool: Pool) -> None:

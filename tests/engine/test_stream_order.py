@@ -251,13 +251,13 @@ BUGS = {
         "lt_zero.comm.compression:_Event.wait", "self._event.wait()", "pass", "two: compression, stage 2"
     ),
     "sums over replicas begin before those of shards have ended": Bug(
-        "lt_zero.comm.transport:Transport.reduce_scatter",
+        "lt_zero.comm.transport:Backend.reduce_scatter",
         "        work.wait()\n",
         "",
         "two: MiCS",
     ),
     "an accumulator is summed over replicas before the last sum of shards is in it": Bug(
-        "lt_zero.comm.transport:Transport.reduce_scatter",
+        "lt_zero.comm.transport:Backend.reduce_scatter",
         "        work.wait()\n",
         "",
         "two: MiCS, several micro-batches",

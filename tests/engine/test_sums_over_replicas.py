@@ -19,8 +19,9 @@ from torch.nn import Parameter
 
 import lt_zero
 from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.transport import Groups, Mesh, Reduction, Replicas, Transport
+from lt_zero.comm.transport import Backend, Groups, Mesh, Reduction, Replicas
 from lt_zero.comm.work import CollectiveId
+from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.engine.engine import Engine
 from lt_zero.loop.access import local_grad
@@ -244,7 +245,8 @@ def _device_sums(accumulator: torch.dtype, wire: torch.dtype) -> float:
     row = [dist.new_group([first, first + 1]) for first in (0, 2)][rank // 2]
     column = [dist.new_group([first, first + 2]) for first in (0, 1)][rank % 2]
     whole = dist.new_group()
-    transport = Transport(Mesh(world, rank, 2), Groups(whole, row, row, column), torch.device("cpu"))
+    everyone = ShardGroup.of_all(World.join(torch.device("cpu")))
+    transport = Backend(everyone.connections(Mesh(world, rank, 2), Groups(whole, row, row, column)))
     every = torch.randn(3, world, numel, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     out = torch.full((numel // 2,), float("nan"), dtype=accumulator)
     launch = CollectiveId("reduction", 1, "reduce-scatter", "x", numel)

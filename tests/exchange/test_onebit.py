@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ConfigError, ZeroConfig
+from lt_zero.comm.compression import Costs
 from lt_zero.config.precision import dtype_policy, resolve_mode
 from lt_zero.engine.bucket import Bucket
+from lt_zero.exchange.gradient_compression import GradientCompression
 from lt_zero.exchange.plan import MOMENTA
 from lt_zero.optim import OneBitAdam, build_optimizer
 from lt_zero.step.loss_scale import LossScaleController
@@ -153,9 +155,8 @@ def _train(stage: int, type_: str, steps: int) -> tuple[list[float], dict[str, A
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
-    compressor = engine.groups[0].compressor
-    dense, sent = (compressor.costs.dense, compressor.costs.sent) if compressor is not None else (0, 0)
-    return losses, {name: value.numpy() for name, value in full_values(engine).items()}, dense, sent
+    costs = engine.exchange.sums.compressor.costs if isinstance(engine.exchange, GradientCompression) else Costs()
+    return losses, {name: value.numpy() for name, value in full_values(engine).items()}, costs.dense, costs.sent
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lt_zero.comm.ranks import Ranks
-from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.transport import Replicas, SendBuffer
-from lt_zero.comm.work import Done, Work, WorkList
+from lt_zero.comm.shard_group import Operation, ShardGroup
+from lt_zero.comm.transport import Connections, Group, Reduction, Transport
+from lt_zero.comm.work import CollectiveId, Done, Work, WorkList
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
-from lt_zero.ops.flat import store
 
 _SLEEP = 5_000_000  # cycles that a GPU waits before a late collective: some milliseconds
 
@@ -69,33 +68,24 @@ class _LateWorld(World):
         return [value, value]
 
 
-class LateGroup(ShardGroup):
-    """Rank 0 of two; the other one has the same weights, data and gradients.
+class LateTransport(Transport):
+    """Moves tensors between rank 0 and a rank 1 that has the same ones: see ``LateGroup``."""
 
-    A result is NaN until its collective has run. What is sent is read when it runs (a write before the wait is sent),
-    or with ``early`` at the launch (a write after it is not). Gathers always read at the launch.
-    """
+    name = "late"
 
-    def __init__(
-        self, device: torch.device, early: bool = False, world: World | None = None, divisor: float = 2.0
-    ) -> None:
-        super().__init__(world or _LateWorld(device), [range(2)], divisor)
+    def __init__(self, connections: Connections, early: bool, full: dict[str, Tensor]) -> None:
+        super().__init__(connections)
         self._early = early
-        self._stream = accelerator.stream(device) if accelerator.has_streams(device) else None
-        self._full: dict[str, Tensor] = {}  # what rank 1 sends of a bucket that was broadcast
+        self._full = full
+        on_streams = accelerator.has_streams(connections.device)
+        self._stream = accelerator.stream(connections.device) if on_streams else None
 
-    def _late(self, run: Callable[[], object]) -> Work:
-        return _Late(run, self._stream)
-
-    gathers_in_background = property(lambda self: True)  # type: ignore[assignment]
-    sums_wide = property(lambda self: False)  # type: ignore[assignment]
-
-    def broadcast(self, tensor: Tensor, name: str, src: int = 0) -> None:
-        self._full.setdefault(f"{name} {tensor.numel()}", tensor.detach().clone())
-
-    def all_gather(self, flat: Tensor, name: str, own: Tensor | None = None) -> Work:
+    def all_gather(
+        self, flat: Tensor, own: Tensor | None, launch: CollectiveId | None, group: Group | None = None
+    ) -> Work:
+        assert launch is not None
         half = flat.numel() // 2
-        other = self._full[f"{name} {flat.numel()}"][half:]
+        other = self._full[f"{launch.name} {flat.numel()}"][half:]
         mine = flat[:half].clone()
         if self._stream is not None:
             # It may have been made on a stream for copies, which does not wait for the collective.
@@ -106,23 +96,42 @@ class LateGroup(ShardGroup):
             flat[:half].copy_(mine)
             flat[half:].copy_(other)
 
-        return WorkList([self._late(run)])
+        return WorkList([_Late(run, self._stream)])
 
-    def reduce_scatter(
-        self, out: Tensor, send: SendBuffer, add: bool, name: str, replicas: Replicas = Replicas.SENT
-    ) -> Work:
-        after, mine = self.factors(send.flat.dtype)[1], send.flat.chunk(2)[0]
-        return WorkList([self._late(self._doubled(mine))], lambda: store(out, mine, add, after))
+    def reduce_scatter(self, reduction: Reduction, launch: CollectiveId | None) -> Work:
+        return self._summed(reduction, reduction.flat.chunk(2)[0])
 
-    def all_reduce(self, out: Tensor, send: SendBuffer, add: bool, name: str) -> Work:
-        after, flat = self.factors(send.flat.dtype)[1], send.flat
-        return WorkList([self._late(self._doubled(flat))], lambda: store(out, flat, add, after))
+    def all_reduce(self, reduction: Reduction, launch: CollectiveId | None) -> Work:
+        return self._summed(reduction, reduction.flat)
 
-    def _doubled(self, sent: Tensor) -> Callable[[], object]:
-        if not self._early:
-            return lambda: sent.mul_(2)
-        copy = sent.clone()
-        return lambda: sent.copy_(copy).mul_(2)
+    def _summed(self, reduction: Reduction, sent: Tensor) -> Work:
+        """Store the sum of ``sent`` and the same of rank 1."""
+        copy = sent.clone() if self._early else sent
+        return WorkList([_Late(lambda: sent.copy_(copy).mul_(2), self._stream)], lambda: reduction.store(sent))
+
+
+class LateGroup(ShardGroup):
+    """Rank 0 of two; the other one has the same weights, data and gradients.
+
+    A result is NaN until its collective has run. What is sent is read when it runs (a write before the wait is sent),
+    or with ``early`` at the launch (a write after it is not). Gathers always read at the launch.
+    """
+
+    def __init__(
+        self, device: torch.device, early: bool = False, world: World | None = None, divisor: float = 2.0
+    ) -> None:
+        self._early = early
+        self._full: dict[str, Tensor] = {}  # what rank 1 sends of a bucket that was broadcast
+        super().__init__(world or _LateWorld(device), [range(2)], divisor)
+
+    def _choose(self, division: int, topology: str | int, scatters: bool) -> None:
+        self.transport = self.sums = LateTransport(self.connections(self.mesh, None), self._early, self._full)
+
+    def run(self, operation: Operation, name: str, flat: Tensor, start: Callable[[CollectiveId | None], Work]) -> Work:
+        return start(CollectiveId("late", 0, operation.name, name, flat.numel()))
+
+    def broadcast(self, tensor: Tensor, name: str, src: int = 0) -> None:
+        self._full.setdefault(f"{name} {tensor.numel()}", tensor.detach().clone())
 
     _reduce_small = _LateWorld._reduce_small
 

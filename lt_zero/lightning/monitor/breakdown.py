@@ -17,6 +17,7 @@ from lt_zero.common.console import RunConsole
 from lt_zero.common.phases import NOTHING, PARTS, STAGES, TimedSpan, phase
 from lt_zero.common.tables import show
 from lt_zero.common.timing import Clock, Times
+from lt_zero.exchange.late_ranks import tolerant_sum
 from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.monitor.printing import print_line
 from lt_zero.lightning.monitor.step_metrics import RunObserver, is_due
@@ -59,7 +60,7 @@ class StepClock(RunObserver):
         self._pause: TimedSpan = NOTHING
 
     def start(self, run: RunSnapshot) -> None:
-        self._world, self._tolerance = run.engine.world, run.engine.groups[0].tolerance
+        self._world, self._tolerance = run.engine.world, tolerant_sum(run.engine.groups[0])
         if self._world.size == 1 and not self._shows_times:
             return
         self._clock = Clock(self._world.device)
