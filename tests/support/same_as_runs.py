@@ -232,8 +232,8 @@ RUNS: dict[str, Run] = {
         optimizer=None,
         clip=None,
     ),
-    "0/1 Adam": Run(
-        1,
+    "zero-one Adam": Run(
+        0,
         {"optimizer": {"type": "ZeroOneAdam", "params": {"lr": 1e-2, "var_freeze_step": 2, "local_step_scaler": 1}}},
         optimizer=None,
         clip=None,
