@@ -14,6 +14,7 @@ from tests.support.golden import REWRITE
 from tests.support.house.__main__ import table
 from tests.support.house.ceilings import keep_list, keep_number
 from tests.support.house.entered import Entered, size_of
+from tests.support.house.fit import Job, Outcome
 from tests.support.house.imports import (
     COMPUTED,
     Import,
@@ -23,7 +24,7 @@ from tests.support.house.imports import (
     core_to_features,
     this_package,
 )
-from tests.support.house.loaded import by_part, loaded_files, total
+from tests.support.house.loaded import by_part, fits, total
 from tests.support.house.parts import part_of, stale
 from tests.support.house.taken_out import take_out
 from tests.support.paths import PACKAGE
@@ -162,7 +163,21 @@ def test_the_core_imports_no_more_of_features_and_the_configuration_than_it_did(
     keep_list("imports of the core into the configuration", list(map(str, core_to_config(found))))
 
 
-def test_a_default_fit_loads_no_more_than_it_did() -> None:
-    files = loaded_files(PACKAGE, stage=3)
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
+    """Fits of this package and of one that needs a file which only this one has; one process starts both."""
+    other = tmp_path_factory.mktemp("other") / "lt_zero"
+    other.mkdir()
+    (other / "__init__.py").write_text("from lt_zero.tiles import loss\n")
+    return fits([Job(3, PACKAGE), Job(3, other)])
+
+
+def test_a_default_fit_loads_no_more_than_it_did(outcomes: list[Outcome]) -> None:
+    files, problem = outcomes[0]
+    assert not problem
     keep_list("files that a default fit loads", files)
     keep_number("lines that a default fit loads", total(by_part(PACKAGE, files)).lines)
+
+
+def test_a_fit_takes_the_package_from_its_folder_only(outcomes: list[Outcome]) -> None:
+    assert outcomes[1] == ([], "ModuleNotFoundError: No module named 'lt_zero.tiles'")

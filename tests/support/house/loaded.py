@@ -39,18 +39,6 @@ def fits(jobs: Sequence[Job]) -> list[Outcome]:
         return [Outcome(*each) for each in json.loads(out.read_text(encoding="utf-8"))]
 
 
-def loaded_files(package: Path, stage: int) -> list[str]:
-    """The files that a default fit loads.
-
-    Raises:
-        RuntimeError: it failed.
-    """
-    [outcome] = fits([Job(stage, package)])
-    if outcome.problem:
-        raise RuntimeError(outcome.problem)
-    return outcome.files
-
-
 def by_part(package: Path, files: Iterable[str]) -> dict[str, Loaded]:
     """What is loaded of each part, the one with the most lines first."""
     paths = files_of(package)
