@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.house.entered import entered
 from tests.support.house.fit import Job
 from tests.support.house.imports import Package, between_parts, core_to_config, core_to_features, this_package
 from tests.support.house.loaded import by_part, fits, total
@@ -79,6 +78,8 @@ def taken_out() -> Rows:
 
 def entered_code() -> Rows:
     """The size of the functions that a step, a save, a load and a configuration enter, without common/."""
+    from tests.support.house.entered import entered  # it imports torch, which the other measures do without here
+
     return [{"what": title, **size._asdict()} for title, size in entered()]
 
 
