@@ -29,8 +29,9 @@ test: $(STAMP) ## Run the fast tests, in three processes (they also wait)
 test-slow: $(STAMP) ## Run the slow tests
 	$(BIN)/python -m pytest -m slow --timeout 1200
 
-golden: $(STAMP) ## Write the texts that users read to tests/data/golden; read the difference before you commit it
-	REWRITE_GOLDEN=1 $(BIN)/python -m pytest tests/config/test_wording.py tests/checkpoint/test_wording.py
+golden: $(STAMP) ## Write what users read and files contain to tests/data/golden, lower the figures of tests/data/house.json; read the diff
+	REWRITE_GOLDEN=1 $(BIN)/python -m pytest tests/config/test_wording.py tests/checkpoint/test_wording.py \
+		tests/checkpoint/test_manifests.py tests/test_cli.py tests/test_house.py
 
 conformance: $(STAMP) ## Run one contract over a Trainer, Fabric and a loop, in all rows
 	$(BIN)/python -m pytest -m "not gpu" --timeout 1200 tests/conformance
@@ -45,7 +46,7 @@ faults: $(STAMP) ## Give faults to real runs, and write a table to build/faults.
 BASE ?= HEAD
 RUNS ?=
 
-same-as: $(STAMP) ## Compare the bits of 27 short runs, and of resumes, with those of the commit BASE (10 minutes)
+same-as: $(STAMP) ## Compare the bits of 31 short runs, and of resumes, with those of the commit BASE (10 minutes)
 	$(BIN)/python -m tests.support.same_as $(BASE) $(RUNS)
 
 lint: $(STAMP) ## Check style, format and types

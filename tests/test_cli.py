@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 import lt_zero
 from lt_zero import cli
+from tests.support.golden import compare, only_pinned
 
 COMMANDS = ["compare", "config", "doctor", "estimate", "export", "import", "logs", "plot", "tune", "verify", "ops"]
 INNER = [["config", name] for name in ("check", "show", "convert", "explain", "schema")]
@@ -34,6 +35,14 @@ def test_help_has_an_example_at_80_columns(command: list[str]) -> None:
     text = output(*command, "-h")
     assert f"Example: lt-zero {' '.join(command)}" in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+@only_pinned("typer", "rich")
+def test_help_is_in_the_golden_file() -> None:
+    commands = [[], *([name] for name in COMMANDS), *INNER]
+    texts = {" ".join(["lt-zero", *command, "--help"]): output(*command, "--help") for command in commands}
+    lines = {about: "\n".join(line.rstrip() for line in text.splitlines()) for about, text in texts.items()}
+    compare("help", lines)
 
 
 def test_options_of_estimate_are_in_groups() -> None:

@@ -36,6 +36,14 @@ def test_each_difference_is_told(found: Values, wanted: Values, told: list[str])
     assert list(differences([same, found], [same, wanted])) == told
 
 
+def test_of_runs_that_depend_on_time_names_shapes_and_dtypes_are_compared() -> None:
+    wanted = [{(1, "a"): ZERO, (1, "b"): ZERO}]
+    assert not list(differences([{(1, "a"): NAN[1:], (1, "b"): -ZERO}], wanted, bits=False))
+    found = [{(1, "a"): NAN, (1, "b"): ZERO.half(), (1, "c"): ZERO}]
+    told = ["rank 0, step 1: a", "rank 0, step 1: b", "rank 0, step 1: c is new"]
+    assert list(differences(found, wanted, bits=False)) == told
+
+
 def test_a_resumed_run_has_the_steps_after_its_checkpoint() -> None:
     whole = [{(step, "a"): ZERO for step in range(1, LAST + 1)}]
     assert [list(rank) for rank in resumed(whole)] == [[(step, "a") for step in range(SAVED + 1, LAST + 1)]]

@@ -1,4 +1,4 @@
-"""What users are told about each kind of wrong configuration: ``tests/data/golden/config.txt``."""
+"""What users are told about wrong configurations, and the schema of all keys: ``tests/data/golden``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from lt_zero.common.errors import ConfigError
+from lt_zero.config.catalog import json_schema
 from lt_zero.config.interpolations import resolve
 from lt_zero.config.load import examine
 from lt_zero.config.overrides import apply
 from lt_zero.config.read import parse_json, parse_yaml, read
-from tests.support.golden import compare
+from tests.support.golden import compare, only_pinned
 
 JSON = [
     '{"a": True}',
@@ -162,3 +163,8 @@ def test_what_is_told_is_in_the_golden_file() -> None:
     texts |= {f"keys {json.dumps(config)}": _of_keys(config) for config in KEYS}
     assert all(texts.values())
     compare("config", texts)
+
+
+@only_pinned("pydantic")
+def test_the_schema_is_in_the_golden_file() -> None:
+    compare("schema", {"lt-zero config schema": json_schema()})

@@ -6,10 +6,16 @@ Other tests pin the type of an error and its key: a text can be improved in one 
 from __future__ import annotations
 
 import os
+import re
 import textwrap
 from collections.abc import Mapping
+from importlib.metadata import version
 
-from tests.support.paths import DATA
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from tests.support.paths import DATA, ROOT
 
 FOLDER = DATA / "golden"
 REWRITE = "REWRITE_GOLDEN"  # a variable, which `make golden` sets
@@ -27,3 +33,16 @@ def compare(area: str, texts: Mapping[str, str]) -> None:
         file.parent.mkdir(exist_ok=True)
         file.write_text(found, encoding="utf-8")
     assert found == file.read_text(encoding="utf-8"), "if the new texts are better: `make golden`, and read the diff"
+
+
+def only_pinned(*packages: str) -> pytest.MarkDecorator:
+    """Skip a test of texts whose form is that of ``packages``, unless their versions are those of constraints.txt."""
+    lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in (ROOT / "constraints.txt").read_text().splitlines())
+    pins = {pin.name: pin for line in lines if line and _applies(pin := Requirement(line))}
+    found = {name: Version(version(name)).public for name in packages}
+    others = [f"{name} {found[name]}" for name in packages if not pins[name].specifier.contains(found[name])]
+    return pytest.mark.skipif(bool(others), reason=f"constraints.txt has other versions than {', '.join(others)}")
+
+
+def _applies(pin: Requirement) -> bool:
+    return pin.marker is None or pin.marker.evaluate()

@@ -68,22 +68,32 @@ def values_of(folder: Path, name: str) -> list[Values]:
     return [torch.load(folder / name / f"{rank}.pt") for rank in range(_ranks(name))]
 
 
-def differences(found: Sequence[Values], wanted: Sequence[Values]) -> Iterator[str]:
-    """What differs in a bit, or is there on one side only, on any rank."""
+def differences(found: Sequence[Values], wanted: Sequence[Values], bits: bool = True) -> Iterator[str]:
+    """What differs, or is there on one side only, on any rank.
+
+    Args:
+        found: the values of each rank.
+        wanted: those that they are compared with.
+        bits: a bit makes a difference; else only a shape or a dtype.
+    """
     for rank, (here, there) in enumerate(zip(found, wanted, strict=True)):
         for key in dict.fromkeys([*there, *here]):
             text = f"rank {rank}, step {key[0]}: {key[1]}"
             if key not in here or key not in there:
                 yield f"{text} is {'new' if key in here else 'missing'}"
-            elif not _same(here[key], there[key]):
+            elif not _same(here[key], there[key], bits):
                 yield text
 
 
-def _same(value: Tensor, other: Tensor) -> bool:
-    """True if all bits are the same: NaN equals itself, and 0.0 is not -0.0."""
+def _same(value: Tensor, other: Tensor, bits: bool) -> bool:
+    """True if shape and dtype, and all ``bits``, are the same: NaN equals itself, and 0.0 is not -0.0."""
     if value.dtype != other.dtype or value.shape != other.shape:
         return False
-    return torch.equal(value.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8))
+    return not bits or torch.equal(_bytes(value), _bytes(other))
+
+
+def _bytes(value: Tensor) -> Tensor:
+    return value.contiguous().flatten().view(torch.uint8)
 
 
 def resumed(values: Sequence[Values]) -> list[Values]:
@@ -108,8 +118,9 @@ def compare(base: Path, here: Path, names: Sequence[str], folder: Path) -> dict[
     told: dict[str, list[str]] = {}
     for name in names:
         before, after, went_on = (values_of(place, name) for place in (wanted, found, again))
-        told[name] = list(differences(after, before))
-        told[name] += [f"resumed, {text}" for text in differences(went_on, resumed(before))]
+        bits = not RUNS[name].depends_on_time
+        told[name] = list(differences(after, before, bits))
+        told[name] += [f"resumed, {text}" for text in differences(went_on, resumed(before), bits)]
     return told
 
 

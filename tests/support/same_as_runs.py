@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
@@ -179,6 +180,8 @@ class Run:
         micros: micro-batches of a step.
         strategy: further arguments.
         callbacks: makes those of the Trainer.
+        variables: of the environment; ``{folder}`` as in ``keys``.
+        depends_on_time: two runs of the same package differ, so only names, shapes and dtypes are compared.
     """
 
     stage: int
@@ -192,6 +195,8 @@ class Run:
     micros: int = MICROS
     strategy: dict[str, Any] = field(default_factory=dict)
     callbacks: Callable[[], list[Callback]] = list
+    variables: dict[str, str] = field(default_factory=dict)
+    depends_on_time: bool = False
 
 
 _CPU = {"device": "cpu"}
@@ -210,6 +215,7 @@ RUNS: dict[str, Run] = {
     "stage 2, fp16, steps that overflow": Run(2, {"fp16": {"initial_scale_power": 30}}, precision="16-true"),
     "stage 3, mixed": Run(3, precision="bf16-mixed", optimizer=_sgd),
     "stage 2, states on the host": Run(2, zero={"offload_optimizer": {**_CPU, "overlap_step": True}}, clip=None),
+    "stage 3, all on the host": Run(3, zero={"offload_optimizer": _CPU, "offload_param": _CPU}, optimizer=_sgd),
     "stage 3, all in files": Run(3, zero={"offload_optimizer": _NVME, "offload_param": _NVME}, precision="bf16-true"),
     "recomputation": Run(3, {"activation_checkpointing": {"mode": "full", "cpu_checkpointing": True}}),
     "averaged weights": Run(2, callbacks=lambda: [lt_zero.EMA(decay=0.5)]),
@@ -226,6 +232,14 @@ RUNS: dict[str, Run] = {
         optimizer=None,
         clip=None,
     ),
+    "zero-one Adam": Run(
+        0,
+        {"optimizer": {"type": "ZeroOneAdam", "params": {"lr": 1e-2, "var_freeze_step": 2, "local_step_scaler": 1}}},
+        optimizer=None,
+        clip=None,
+    ),
+    "late nodes": Run(0, {"communication": {"slow_node_tolerance": 0.5}}, depends_on_time=True),
+    "recorded for a comparison": Run(2, optimizer=_sgd, variables={"LT_ZERO_RECORD": "{folder}/record"}),
     "gradient noise": Run(2, {"gradient_noise_scale": True}, optimizer=_sgd),
     "moments of 8 bits": Run(3, {"optimizer_states": {"dtype": "int8"}}),
     "stochastic rounding": Run(
@@ -290,7 +304,7 @@ Values = dict[tuple[int, str], Tensor]  # step and name -> value
 
 
 class Notes(Callback):
-    """Notes losses, and the values of a run after steps ``SAVED`` and ``LAST``; saves it after the first of them."""
+    """Notes losses and norms, and the values of a run after steps ``SAVED`` and ``LAST``; saves it after the first."""
 
     def __init__(self, checkpoint: Path | None) -> None:
         self.checkpoint, self.found = checkpoint, Values()
@@ -306,6 +320,9 @@ class Notes(Callback):
         if trainer.global_step == self._seen:
             return
         self._seen = trainer.global_step
+        norm = getattr(trainer.precision_plugin, "grad_norm", None)
+        if norm is not None:  # it is computed where gradients are clipped
+            self.found[step, "norm of the gradients"] = norm.detach().clone()
         if self._seen == SAVED and self.checkpoint is not None:
             trainer.save_checkpoint(self.checkpoint)
         if self._seen in (SAVED, LAST):
@@ -363,8 +380,20 @@ def take(run: Run, folder: Path, checkpoint: Path, resumes: bool) -> Values:
     loader = DataLoader(Tokens(), batch_size=ROWS, shuffle=True)
     torch.manual_seed(1)
     module = Module(run) if run.optimizer is None else OptimizedModule(run)
-    trainer.fit(module, loader, ckpt_path=str(checkpoint) if resumes else None, weights_only=False)
-    return notes.found
+    with mock.patch.dict(os.environ, _filled(run.variables, folder)):
+        trainer.fit(module, loader, ckpt_path=str(checkpoint) if resumes else None, weights_only=False)
+    if resumes:  # the record of a run that goes on begins later
+        return notes.found
+    return {**notes.found, **_record(folder / "record")}
+
+
+def _record(folder: Path) -> Values:
+    """The bytes of the files for ``lt-zero compare``, which rank 0 has written."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file()) if os.environ["RANK"] == "0" else []
+    return {
+        (SAVED, f"record {path.name}"): torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+        for path in files
+    }
 
 
 def main(folder: Path, checkpoints: Path, resumes: bool, names: list[str]) -> None:

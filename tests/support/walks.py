@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import lightning.pytorch as pl
@@ -48,16 +48,30 @@ are entered first; `common/` is left out. "Frames" are the most calls of this pa
 """
 
 
+class Function(NamedTuple):
+    """A function of the package.
+
+    Attributes:
+        file: relative to the package.
+        line: the first one of its code, that of a decorator if it has one.
+    """
+
+    file: str
+    line: int
+
+
 @dataclass
 class Walk:
     """The files that a piece of a run enters.
 
     Attributes:
         files: relative to the package, in the order of the first call.
+        functions: that are entered.
         frames: most calls of the package in a row above a collective, by the name of torch's function.
     """
 
     files: list[str] = field(default_factory=list)
+    functions: set[Function] = field(default_factory=set)
     frames: dict[str, int] = field(default_factory=dict)
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -67,6 +81,7 @@ class Walk:
         if (file := _file_of(frame)) is not None:
             if file not in self.files:
                 self.files.append(file)
+            self.functions.add(Function(file, code.co_firstlineno))
         elif code.co_filename.endswith("distributed_c10d.py") and code.co_name in COLLECTIVES:
             depth, above = 0, frame.f_back
             while above is not None and (_is_package(above) or _is_between(above)):

@@ -1,0 +1,61 @@
+"""Takes a part out of a copy of the package and its tests: what is left shall train."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.support.house.imports import Package
+from tests.support.house.parts import PARTS, part_of
+
+
+class Removed(NamedTuple):
+    """What was removed with a part: how many files of the package, and how many of its tests."""
+
+    files: int
+    tests: int
+
+
+def take_out(
+    part: str, package: Package, suite: Package, folder: Path, parts: Mapping[str, tuple[str, ...]] = PARTS
+) -> Removed:
+    """Copy a package and its tests into ``folder``, and remove the part from both copies.
+
+    Args:
+        part: its name in ``parts``.
+        package: which the part is of.
+        suite: the tests; a file goes if it imports the part, or a file of the tests that does.
+        folder: empty or not there.
+    """
+    for each in (package, suite):
+        shutil.copytree(each.folder, folder / each.name)  # with bytecode, or each copy would be compiled anew
+    files = [path for file, path in package.files.items() if part_of(file, parts) == part]
+    tests = _tests_of(part, package, suite, parts)
+    for each, gone in ((package, files), (suite, tests)):
+        for path in gone:
+            (folder / each.name / path.relative_to(each.folder)).unlink()
+        _remove_empty(folder / each.name)
+    return Removed(len(files), len(tests))
+
+
+def _tests_of(part: str, package: Package, suite: Package, parts: Mapping[str, tuple[str, ...]]) -> list[Path]:
+    """The files of the suite that import a file of the part, directly or through others of the suite."""
+    lost = set[str]()
+    importers = dict[str, set[str | None]]()
+    for file in suite.files:
+        names = suite.names_of(file)
+        importers[file] = {suite.file_of(name) for name in names}
+        if any(other is not None and part_of(other, parts) == part for other in map(package.file_of, names)):
+            lost.add(file)
+    while more := {file for file, others in importers.items() if others & lost} - lost:
+        lost |= more
+    return [suite.files[file] for file in sorted(lost)]
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove folders in which only bytecode is left: Python would import them as packages without code."""
+    for path in sorted(path for path in folder.rglob("*") if path.is_dir() and path.name != "__pycache__"):
+        if path.exists() and all(inner.suffix == ".pyc" for inner in path.rglob("*") if inner.is_file()):
+            shutil.rmtree(path)

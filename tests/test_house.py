@@ -1,0 +1,183 @@
+"""The structure of the package: each file has a part, and what was taken out of a default fit or the core stays out.
+
+``tests/support/house`` measures; it is shown here, on a tiny package, to see what it has to see.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.golden import REWRITE
+from tests.support.house.__main__ import table
+from tests.support.house.ceilings import keep_list, keep_number
+from tests.support.house.entered import Entered, size_of
+from tests.support.house.fit import Job, Outcome
+from tests.support.house.imports import (
+    COMPUTED,
+    Import,
+    Package,
+    between_parts,
+    core_to_config,
+    core_to_features,
+    this_package,
+)
+from tests.support.house.loaded import by_part, fits, total
+from tests.support.house.parts import part_of, stale
+from tests.support.house.taken_out import take_out
+from tests.support.paths import PACKAGE
+from tests.support.walks import Function
+
+FILES = {
+    "__init__": "",
+    "core/__init__": "",
+    "core/hidden": "def act():\n    from fake.tiles.loss import tiled\n    return tiled\n",
+    "core/typed": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import fake.tiles.loss\n",
+    "core/relative": "from ..tiles import loss\nfrom . import hidden\nfrom .typed import nothing\n",
+    "core/dynamic": "import importlib\nloss = importlib.import_module('fake.tiles.loss').loss\n",
+    "core/dotted": "from importlib import import_module\nloss = import_module('..tiles.loss', __package__)\n",
+    "core/computed": "def named(name):\n    return __import__(name)\n",
+    "core/told": "import json\nfrom fake.config import keys\nfrom fake import core\nTEXT = 'import fake.tiles.loss'\n",
+    "core/same": "import fake.core.same\n",
+    "config/keys": "from fake.tiles.loss import KEY\n",
+    "tiles/loss": "",
+}
+PARTS = {"core.engine": ("core/",), "config": ("config/",), "feature.tiles": ("tiles/",), "public": ("__init__",)}
+LOSS = "tiles/loss"
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Package:
+    for name, text in FILES.items():
+        path = tmp_path / "fake" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return Package(tmp_path / "fake")
+
+
+def test_imports_are_found_wherever_they_stand(fake: Package) -> None:
+    into = ["core/hidden", "core/typed", "core/relative", "core/dynamic", "core/dotted"]
+    others = [("core/relative", "core/hidden"), ("core/relative", "core/typed"), ("core/told", "config/keys")]
+    others += [("core/told", "core/__init__"), ("core/computed", COMPUTED), ("config/keys", LOSS)]
+    found = fake.imports()
+    assert found == {*(Import(file, LOSS) for file in into), *(Import(*pair) for pair in others)}
+    features = core_to_features(found, PARTS)
+    assert {one.file for one in features} == {*into, "core/computed"}, "who computes a name may import anything"
+    assert core_to_config(found, PARTS) == [Import("core/told", "config/keys")]
+    assert between_parts(found, PARTS) == {
+        ("core.engine", "feature.tiles"): 5,
+        ("core.engine", "config"): 1,
+        ("core.engine", COMPUTED): 1,
+        ("config", "feature.tiles"): 1,
+    }
+
+
+def test_the_longest_line_of_the_table_decides() -> None:
+    parts = {"core": ("engine/",), "feature": ("engine/ema", "engine/low/"), "other": ("engine/ema2",)}
+    files = ["engine/ema", "engine/ema2", "engine/low/bit", "engine/emas"]
+    assert [part_of(file, parts) for file in files] == ["feature", "other", "feature", "core"]
+    assert part_of("step/ema", parts) is None
+    assert stale(files[:2], parts) == ["engine/low/"]
+    with pytest.raises(ValueError, match="engine/ is in several parts: core, other"):
+        part_of("engine/bucket", {"core": ("engine/",), "other": ("engine/",)})
+
+
+def test_every_file_has_a_part() -> None:
+    files = this_package().files
+    assert not [file for file in files if part_of(file) is None], "give them a line in tests/support/house/parts.py"
+    assert not stale(files), "these lines of tests/support/house/parts.py fit no file"
+
+
+def test_a_part_and_its_tests_are_removed_from_a_copy(fake: Package, tmp_path: Path) -> None:
+    tests = tmp_path / "tests"
+    (tests / "support").mkdir(parents=True)
+    (tests / "support" / "losses.py").write_text("def made():\n    from fake.tiles import loss\n")
+    (tests / "test_loss.py").write_text("from tests.support import losses\n")
+    (tests / "test_core.py").write_text("from fake.core import hidden\n")
+    bytecode = fake.folder / "tiles" / "__pycache__"
+    bytecode.mkdir()
+    (bytecode / "loss.cpython.pyc").write_bytes(b"")
+    copy = tmp_path / "copy"
+    assert take_out("feature.tiles", fake, Package(tests), copy, PARTS) == (1, 2)
+    assert not (copy / "fake" / "tiles").exists(), "an empty folder is a package for Python"
+    assert sorted(path.name for path in (copy / "tests").rglob("*.py")) == ["test_core.py"]
+    assert len(list((copy / "fake").rglob("*.py"))) == len(FILES) - 1
+    assert (fake.folder / "tiles" / "loss.py").exists()
+
+
+def test_functions_are_counted_without_comments_docstrings_and_blank_lines(tmp_path: Path) -> None:
+    (tmp_path / "file.py").write_text(
+        "import functools\n\n\n"
+        "@functools.cache\n"
+        "def outer(x):\n"
+        '    """Says\n\n    much."""\n\n'
+        "    # about this\n"
+        "    def inner():\n"
+        "        return x  # one\n\n"
+        "    return inner\n"
+        "\n\ndef other(): pass\n"
+    )
+    # @ functools . cache, def outer ( x ) :, def inner ( ) :, return x, return inner
+    assert size_of([Function("file.py", 4), Function("file.py", 11)], tmp_path) == Entered(1, 2, 5, 19)
+    assert size_of([Function("file.py", 17), Function("file.py", 99)], tmp_path) == Entered(1, 1, 1, 6)
+
+
+def test_what_has_risen_is_named_and_what_has_fallen_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "house.json"
+    file.write_text('{"imports": ["a -> b", "c -> d"], "lines": 1000}')
+    monkeypatch.delenv(REWRITE, raising=False)
+    keep_list("imports", ["a -> b"], file)
+    keep_list("imports", ["a -> b", "c -> moved"], file)
+    keep_number("lines", 1010, file)
+    assert file.read_text() == '{"imports": ["a -> b", "c -> d"], "lines": 1000}', "only `make golden` writes"
+    monkeypatch.setenv(REWRITE, "1")
+    for _ in range(2):  # also when it is asked to write
+        with pytest.raises(AssertionError, match="imports: 3, and house.json allows 2. New: e -> f"):
+            keep_list("imports", ["a -> b", "c -> d", "e -> f"], file)
+        with pytest.raises(AssertionError, match="lines: 1,011, and house.json allows 1,000 and 1% more"):
+            keep_number("lines", 1011, file)
+    keep_number("lines", 1010, file)
+    assert json.loads(file.read_text())["lines"] == 1000, "it is never raised"
+    keep_list("imports", ["c -> moved"], file)
+    keep_number("lines", 900, file)
+    assert json.loads(file.read_text()) == {"imports": ["c -> moved"], "lines": 900}
+
+
+def test_rows_become_a_table() -> None:
+    rows = [{"part": "core", "lines": 1200}, {"part": "a|b", "which": ["x -> y", "z"]}]
+    assert table(rows).splitlines() == [
+        "| part | lines | which |",
+        "| --- | --- | --- |",
+        "| core | 1,200 |  |",
+        "| a\\|b |  | x -> y; z |",
+    ]
+
+
+def test_the_core_imports_no_more_of_features_and_the_configuration_than_it_did() -> None:
+    found = this_package().imports()
+    keep_list("imports of the core into features and tools", list(map(str, core_to_features(found))))
+    keep_list("imports of the core into the configuration", list(map(str, core_to_config(found))))
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
+    """Fits of this package and of one that needs a file which only this one has; one process starts both."""
+    other = tmp_path_factory.mktemp("other") / "lt_zero"
+    other.mkdir()
+    (other / "__init__.py").write_text("from lt_zero.tiles import loss\n")
+    return fits([Job(3, PACKAGE), Job(3, other)])
+
+
+def test_a_default_fit_loads_no_more_than_it_did(outcomes: list[Outcome]) -> None:
+    files, problem = outcomes[0]
+    assert not problem
+    keep_list("files that a default fit loads", files)
+    keep_number("lines that a default fit loads", total(by_part(PACKAGE, files)).lines)
+
+
+def test_a_fit_takes_the_package_from_its_folder_only(outcomes: list[Outcome]) -> None:
+    assert outcomes[1] == ([], "ModuleNotFoundError: No module named 'lt_zero.tiles'")
