@@ -175,7 +175,7 @@ class ShardGroup(Ranks):
         return self.world.share_memory([self.ranks[rank] for rank in ranks])
 
     def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """What ``make`` has returned for ``key``: connections that are kept as long as the group. Collective at first.
+        """The connections that ``make`` has returned for ``key``, kept as long as the group. Collective at first.
 
         ``make`` must not keep the group alive.
         """
@@ -183,6 +183,10 @@ class ShardGroup(Ranks):
             self._made[key] = make()
         made: _T = self._made[key]
         return made
+
+    def set_secondary_shards(self, number: int) -> None:
+        """Let plans know that ``number`` neighbouring ranks share a second copy of parameters."""
+        self.secondary_shards = number
 
     def require_queues(self, key: str, asked: str) -> None:
         """Check that collectives of several process groups can run beside each other.

@@ -48,7 +48,7 @@ def share_second_copies(group: ShardGroup, size: int) -> None:
         if size > 1:
             group.require_queues(_KEY, f"{_KEY}={size}")
             in_node(group, size)
-        group.secondary_shards = size
+        group.set_secondary_shards(size)
 
 
 def in_node(group: ShardGroup, size: int) -> Transport:
