@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -343,6 +344,40 @@ def test_groups_of_gloo_cost_other_ranks_nothing(sizes: dict[str, int]) -> None:
     assert "split for others" not in everywhere
     assert everywhere.count("gloo") <= 2
     assert sum(len(ranks) == 1 for ranks in made) <= 1  # axes of one rank share a group
+
+
+def _communicators(sizes: dict[str, int]) -> Counter[int]:
+    """How many communicators of NCCL a rank of a mesh has beside the launcher's, by their number of ranks."""
+    made = list[dist.ProcessGroup]()
+    with (
+        bound_like_nccl(1024) as (world, _),
+        mock.patch.object(process_groups, "_connect", lambda group, *_: made.append(group)),
+    ):
+        ShardGroup.of_all(world)
+        ParallelMesh(ParallelSizes(**sizes), world)
+        return Counter([world.size, *map(dist.get_world_size, made)])  # the world's own was connected before
+
+
+@pytest.mark.parametrize(
+    ("sizes", "communicators"),
+    [
+        # All ranks: gathers, reductions. Data ranks: the axis, gathers, reductions. Tensor ranks: the axis.
+        ({"data": 128, "tensor": 8}, {1024: 2, 128: 3, 8: 1}),
+        # Those of a stage, likewise; a pipeline: what stages send, and their agreement.
+        ({"data": 64, "tensor": 8, "pipeline": 2}, {1024: 2, 512: 2, 64: 3, 8: 1, 2: 2}),
+        # The axis of data ranks is one of all ranks; those with the same experts: gathers, reductions.
+        ({"data": 1024, "expert": 64}, {1024: 3, 64: 1, 16: 2}),
+        # The user's group of those that see other tokens is one of all ranks.
+        ({"data": 128, "sequence": 8}, {1024: 3, 128: 1, 8: 1}),
+        ({"data": 64, "sequence": 8, "pipeline": 2}, {1024: 2, 512: 3, 64: 1, 8: 1, 2: 2}),
+    ],
+    ids=str,
+)
+def test_a_rank_of_a_mesh_has_as_few_communicators_as_may_be(
+    sizes: dict[str, int], communicators: dict[int, int]
+) -> None:
+    """Each takes hundreds of MB of a GPU. Gathers, reductions and the user's collectives never share one."""
+    assert _communicators(sizes) == communicators
 
 
 def test_a_group_makes_all_its_connections_at_the_start() -> None:
