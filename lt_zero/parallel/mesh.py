@@ -14,9 +14,9 @@ Note [Families]
 Note [Groups of the user]
     The groups of the axes are the user's, too: metrics are summed over the data ranks, a script may call any collective
     there. The engine's gathers have groups of their own, even over the same ranks. A backend matches the collectives
-    of a group by their order only. If a script calls one on some of the ranks, it waits in a group of the user, and hang
-    detection names the line; in a group of gathers it would take its values from a gather of weights, and each later
-    gather from the one before it.
+    of a group by their order only. If a script calls one on some of the ranks, it waits in a group of the user, and
+    hang detection names the line; in a group of gathers it would take its values from a gather of weights, and each
+    later gather from the one before it.
 """
 
 from __future__ import annotations
