@@ -47,19 +47,22 @@ class Step:
     tests: bool = False
 
 
-def tests(paths: Sequence[str], most: int) -> Step:
+def tests(paths: Sequence[str], most: int, limit: float) -> Step:
     """Tests marked ``gpu``, in several processes where there are cores for them: importing and compiling takes long.
 
-    ``most``: processes. One of xdist's is started again if a test that hangs has ended it.
+    Args:
+        most: processes. One of xdist's is started again if a test that hangs has ended it.
+        limit: seconds of the part, of which a test may take a sixth: one that hangs ends all that run in its process.
     """
-    options = ("-q", "-p", "no:cacheprovider", "-m", "gpu", "--timeout", "60", "--timeout-method", "thread")
+    timeout = f"{limit / 6:.0f}"
+    options = ("-q", "-p", "no:cacheprovider", "-m", "gpu", "--timeout", timeout, "--timeout-method", "thread")
     if (processes := min(most, len(os.sched_getaffinity(0)) // 2)) > 1 or most == 1:
         options = (*options, "-n", str(processes), "--dist", "worksteal")
     return Step("tests", ("-m", "pytest", *options, *paths), tests=True)
 
 
-def parts_of(device: str) -> dict[str, list[Step]]:
-    """The steps of each part: tests first, then claims, then tables."""
+def parts_of(device: str, limit: float = LIMIT_S) -> dict[str, list[Step]]:
+    """The steps of each part, which takes ``limit`` seconds at most: tests first, then claims, then tables."""
     gpu, on = device == "cuda", ("--device", device)
     build = [Step("build", ("-m", "lt_zero.cli", "ops", "build", "--cuda"))] if gpu else []
     ops, host = (), ()
@@ -88,7 +91,7 @@ def parts_of(device: str) -> dict[str, list[Step]]:
     found = {}
     for part in PARTS:
         # Ranks of several tests would take turns on the GPU, which makes each collective slower.
-        found[part] = [tests(paths[part], 1 if part == "nccl" else 8)] if part in paths else []
+        found[part] = [tests(paths[part], 1 if part == "nccl" else 8, limit)] if part in paths else []
         found[part] += [Step(name, ("benchmarks/gpu_measures.py", name, *on)) for name in measurements(part)]
     found["kernels"][:0] = build
     found["bench"] += [
@@ -191,7 +194,9 @@ def main() -> None:
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"unknown parts {sorted(unknown)}; there are {', '.join(PARTS)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # `run` ends what it has started
-    folder, steps, bad = folder_of(args.device), parts_of(args.device), 0
+    folder = folder_of(args.device)
+    steps = parts_of(args.device, args.limit)
+    bad = 0
     folder.mkdir(parents=True, exist_ok=True)
     reports = ROOT / "benchmarks" / "results" if args.device == "cuda" else folder
     verdicts: dict[str, int] = {}

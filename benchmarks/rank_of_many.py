@@ -8,16 +8,19 @@ the meta device, and initializing sets its weights to zero: how fast random numb
 --mesh: 8 tensor ranks, 4 stages, and data ranks at stage 1; else all are data ranks at stage 3.
 
 Of a save the rank plans what it writes, and rank 0, with the plans of all ranks, which of them writes what. Of a load
-the rank reads a manifest of all ranks, and finds its own elements.
+the rank reads a manifest of all ranks, looks at its share of the files, which are here, but empty, and finds its own
+elements. How long one rank would take for all files is shown, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +33,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lt_zero
 from lt_zero.checkpoint.native import pieces, save
+from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.chunks import meeting
-from lt_zero.checkpoint.native.directory import Manifest
+from lt_zero.checkpoint.native.directory import MANIFEST, Manifest
 from lt_zero.checkpoint.native.plan import BoxesByName, divide, part_of
 from lt_zero.comm.ranks import Ranks
 from lt_zero.common.boxes import Box, cut_range
@@ -175,6 +179,14 @@ def written(divided: list[dict[str, Any]]) -> tuple[dict[str, list[Any]], dict[s
     return places, files
 
 
+def write_checkpoint(folder: Path, text: bytes, files: dict[str, FileRecord]) -> None:
+    """Write a manifest, and files of its lengths, which take no space on the disk."""
+    (folder / MANIFEST).write_bytes(text)
+    for name, record in files.items():
+        with (folder / name).open("wb") as file:
+            file.truncate(record.nbytes)
+
+
 class Phases:
     """Seconds of this process's CPU, and the growth of its peak of memory in MiB, of each phase."""
 
@@ -226,8 +238,15 @@ def main() -> None:
         text = Manifest(tensors, files).dump().encode()
     boxes = sum(len(part.boxes) for plan in divided for part in plan.values())
     del plans, divided, places, tensors, metadata
-    with phase("load: manifest"):
-        manifest = Manifest.parse(text, "manifest.json")
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder), text, files)
+        with phase("load: manifest"):
+            archive = Archive(folder, checks_files=False)
+        with phase("load: the rank's share of the files"):
+            archive.check_files(rank, args.ranks)
+        with phase("load: all files, by one rank"):
+            archive.check_files()
+    manifest = archive.manifest
     with phase("load: plan of the rank"):
         found = sum(len(_found(manifest, bucket, args, name)) for bucket in engine.buckets for name in (0, 1, 2))
     give(
@@ -237,6 +256,8 @@ def main() -> None:
             "boxes": sum(len(part.boxes) for part in own.values()),
             "of all": boxes,
             "found": found,
+            "files": len(files),
+            "looked at": len(range(rank, len(files), args.ranks)),
             "manifest": len(text),
             "parameters": sum(bucket.layout.elements for bucket in engine.buckets),
         }

@@ -354,6 +354,7 @@ def one_of_many(args: argparse.Namespace) -> list[str]:
     ]
     counts = {"parameters of the rank's model": "parameters", "tensors that it saves a part of": "entries"}
     counts |= {"boxes that it writes": "boxes", "boxes that it finds to load": "found", "boxes of all ranks": "of all"}
+    counts |= {"files of the checkpoint": "files", "files that it looks at to load": "looked at"}
     counts["bytes of the manifest"] = "manifest"
     rows += [[text, *(f"{made[key]:,}" for made in found.values())] for text, key in counts.items()]
     title = (

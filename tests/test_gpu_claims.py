@@ -73,6 +73,15 @@ def test_a_stand_in_is_not_taken_for_deepspeed(monkeypatch: pytest.MonkeyPatch) 
     assert gpu_measures.deepspeed_is_installed() == before
 
 
+def test_a_test_has_more_time_where_its_part_has() -> None:
+    """On a loaded machine the limit is raised; a test that takes longer than its own ends all of its part."""
+    for limit, seconds in ((None, "60"), (1200.0, "200")):
+        parts = gpu_parts.parts_of("cpu") if limit is None else gpu_parts.parts_of("cpu", limit)
+        found = [step.words for steps in parts.values() for step in steps if step.tests]
+        assert found
+        assert all(words[words.index("--timeout") + 1] == seconds for words in found)
+
+
 def test_every_claim_has_a_name_and_somebody_who_shows_it() -> None:
     assert len({claim.key for claim in CLAIMS}) == len(CLAIMS)
     for claim in CLAIMS:

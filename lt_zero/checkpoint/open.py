@@ -5,6 +5,9 @@ Note [One checkpoint]
     cache that lags behind, the newest file of a folder. Parts of two checkpoints fit together, so a run would go on
     from a mixture. Therefore ranks compare what they have opened before anything is loaded, in one exchange: equal
     content under different paths is the same checkpoint, and different content under one path is not.
+    A directory has two files or more of each rank that saved it, and a file that is missing has to be found before
+    anything is loaded. Ranks that see the same files look at a share of them each: all files on all ranks would be 30
+    million requests to a file system of 4,096 ranks. Copies on disks of nodes are looked at by the ranks of each.
 
 Note [Digests]
     The manifest of a directory has a checksum that stands for all files. Of other formats only what takes no pass over
@@ -139,6 +142,7 @@ def open_source(
     tell: bool = True,
     inert: Sequence[str] = (),
     cuts: Mapping[str, int] | None = None,
+    checks_files: bool = True,
 ) -> CheckpointSource:
     """Open a checkpoint of any supported format for reading.
 
@@ -150,6 +154,7 @@ def open_source(
         inert: names of further classes whose objects are left out instead of refused, in files of other formats.
         cuts: of a tensor-parallel run of DeepSpeed, whose files do not tell it: the dimension that is cut, by patterns
             of names; -1 for what all ranks have whole.
+        checks_files: as for ``Archive``.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or its format is unknown.
@@ -172,7 +177,7 @@ def open_source(
         text = f"{found} has no tag {tag!r}: only a folder with several checkpoints has tags. Leave it out."
         raise CheckpointError(text)
     if kind is None:
-        return Archive(found)
+        return Archive(found, checks_files)
     if cuts and kind is not DeepSpeedSource:
         raise CheckpointError(f"{target} was not written by a tensor-parallel run of DeepSpeed: leave `--cut` out.")
     source = DeepSpeedSource(target, tag, inert, cuts) if kind is DeepSpeedSource else kind(target, inert)
@@ -300,60 +305,121 @@ def _number(step: Any) -> int | None:
     return step if isinstance(step, int) else None
 
 
+class OpenedCopy(NamedTuple):
+    """A rank's copy of a checkpoint, opened.
+
+    Attributes:
+        identify: computes its identity.
+        archive: a directory whose files have to be checked; None: there are none, or they are.
+    """
+
+    identify: Callable[[], Identity]
+    archive: Archive | None = None
+
+
 def opened_source(
     path: str | os.PathLike[str], use: Callable[[CheckpointSource], Found], tell: bool = True
-) -> tuple[Found, Callable[[], Identity]]:
-    """Open a checkpoint, for ``load_same``; returns ``use`` of it, and the function that computes its identity.
+) -> tuple[Found, OpenedCopy]:
+    """Open a checkpoint, for ``load_same``; returns ``use`` of it, and the copy. ``tell``: see ``open_source``."""
+    source = open_source(path, tell=tell, checks_files=False)
+    return use(source), OpenedCopy(partial(of_source, source), source if isinstance(source, Archive) else None)
 
-    ``tell``: see ``open_source``.
+
+class _Told(NamedTuple):
+    """What a rank tells the others of its copy.
+
+    Attributes:
+        place: its path; None: there is no checkpoint.
+        content: its identity, or why it cannot be opened; None without a checkpoint.
+        copy: see ``Archive.copy_id``; None: no files are left to check.
     """
-    source = open_source(path, tell=tell)
-    return use(source), partial(of_source, source)
+
+    place: str | None
+    content: str | Identity | None
+    copy: tuple[Any, ...] | None = None
 
 
 def load_same(
     world: World | None,
     path: str | os.PathLike[str] | None,
-    read: Callable[[], tuple[Found, Callable[[], Identity]]],
+    read: Callable[[], tuple[Found, OpenedCopy]],
 ) -> Found:
     """Return the result of ``read`` if all ranks read the same checkpoint. See Note [One checkpoint]. Collective.
 
     Args:
         world: the collectives; None: this process is on its own.
         path: of this rank's checkpoint; None: it has none, and ``read`` returns a stand-in.
-        read: opens the checkpoint; also returns a function for its identity, which is not called on a single rank.
+        read: opens the checkpoint; also returns this rank's copy, which is not identified on a single rank.
 
     Raises:
         CheckpointError: on all ranks: they differ, or some cannot open theirs; names each. If none can, each rank
             raises its own error.
     """
     if world is None or world.size == 1:
-        return read()[0]
+        found, mine = read()
+        if mine.archive is not None:
+            mine.archive.check_files()
+        return found
     problem: Exception | None = None
-    try:
-        found, identify = read()
-        told: str | Identity | None = identify() if path is not None else None
-    except Exception as error:
-        problem, told = error, str(error) or repr(error)
     place = None if path is None else os.fspath(path)
-    every: list[tuple[str | None, str | Identity | None]] = world.host_gather((place, told), "the checkpoint to load")
-    if problem is not None and all(isinstance(other, str) for _, other in every):
-        raise problem
-    if problem is not None or len({other for _, other in every}) > 1:
-        raise CheckpointError(f"The ranks do not load the same checkpoint: {_listed(every)}. {_REMEDY}") from problem
+    told = _Told(place, None)
+    try:
+        found, mine = read()
+        if place is not None:
+            told = _Told(place, mine.identify(), mine.archive.copy_id() if mine.archive is not None else None)
+    except Exception as error:
+        problem = error
+        told = _Told(place, str(error) or repr(error))
+    every: list[_Told] = world.host_gather(told, "the checkpoint to load")
+    _require_same(every, problem)
+    if any(other.copy is not None for other in every):
+        every, problem = _with_files_checked(world, every, mine.archive)
+        _require_same(every, problem)
     return found
 
 
-def _listed(every: Iterable[tuple[str | None, str | Identity | None]]) -> str:
+def _require_same(every: Sequence[_Told], problem: Exception | None) -> None:
+    """Raise on all ranks, unless all have opened the same checkpoint. ``problem``: of this rank."""
+    if problem is not None and all(isinstance(other.content, str) for other in every):
+        raise problem
+    if problem is not None or len({other.content for other in every}) > 1:
+        raise CheckpointError(f"The ranks do not load the same checkpoint: {_listed(every)}. {_REMEDY}") from problem
+
+
+def _with_files_checked(
+    world: World, every: Sequence[_Told], archive: Archive | None
+) -> tuple[list[_Told], Exception | None]:
+    """Check the files of all copies, the ranks that see the same ones a share each. Collective.
+
+    Returns what all ranks tell then, and the problem of this rank's copy.
+    """
+    copies = [told.copy for told in every]
+    sharing = [rank for rank, copy in enumerate(copies) if copy == copies[world.rank]]
+    problem: str | None = None
+    try:
+        if archive is not None:
+            archive.check_files(sharing.index(world.rank), len(sharing))
+    except Exception as error:
+        problem = str(error) or repr(error)
+    first: dict[tuple[Any, ...] | None, str] = {}  # the problem of a copy that its first rank has found
+    for copy, text in zip(copies, world.host_gather(problem, "the files of the checkpoint"), strict=True):
+        if text is not None:
+            first.setdefault(copy, text)
+    mine = first.get(copies[world.rank])
+    checked = [told._replace(content=first.get(told.copy, told.content)) for told in every]
+    return checked, None if mine is None else CheckpointError(mine)
+
+
+def _listed(every: Iterable[_Told]) -> str:
     """List the value of each rank, ranks with equal ones together."""
     groups: dict[str, list[int]] = {}
-    for rank, (place, told) in enumerate(every):
+    for rank, (place, content, _) in enumerate(every):
         if place is None:
             text = "no checkpoint"
-        elif isinstance(told, Identity):
-            text = f"{place} (step {told.step}, content {told.digest[:8]})"
+        elif isinstance(content, Identity):
+            text = f"{place} (step {content.step}, content {content.digest[:8]})"
         else:
-            text = f"{place} cannot be opened ({told})"
+            text = f"{place} cannot be opened ({content})"
         groups.setdefault(text, []).append(rank)
     lines = [f"rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}: {text}" for text, ranks in groups.items()]
     return "; ".join([*lines[:_LISTED], *(["..."] if len(lines) > _LISTED else [])])

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing import util as multiprocessing_util
@@ -30,6 +31,7 @@ from lt_zero.comm.options import CommunicationOptions
 from lt_zero.common import accelerator, compat
 from lt_zero.common.arguments import check_group_options
 from lt_zero.common.descriptors import explain_full_table, fullness, has_room, is_full_table
+from lt_zero.common.units import format_bytes
 
 log = logging.getLogger("lt_zero")
 
@@ -142,6 +144,33 @@ def new_group(
     if inside and backend != "gloo" and connects:
         _connect(group, device, exchanges)
     return group
+
+
+@dataclass
+class Communicators:
+    """A rank's communicators of NCCL, or of another backend of its device.
+
+    Attributes:
+        number: those with other ranks.
+        nbytes: what they have taken of the device, as far as it tells. Other processes there count, too.
+    """
+
+    number: int = 0
+    nbytes: int = 0
+
+    @contextmanager
+    def another(self, device: torch.device) -> Iterator[None]:
+        """Context that makes and connects one, and measures what that takes."""
+        before = accelerator.taken_beside(device)
+        yield
+        after = accelerator.taken_beside(device)
+        self.number += 1
+        if before is not None and after is not None:
+            self.nbytes += max(0, after - before)
+
+    def __str__(self) -> str:
+        """The communicators and their memory, in words."""
+        return f"{format_bytes(self.nbytes)} of {self.number} communicators"
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import socket
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -26,6 +26,7 @@ from lt_zero.comm.launchers import refuse_alone
 from lt_zero.comm.options import CommunicationOptions
 from lt_zero.comm.process_groups import (
     LINK_TIMEOUT_S,
+    Communicators,
     abort_if_stuck,
     await_all,
     backend_of,
@@ -52,6 +53,7 @@ _T = TypeVar("_T")
 log = logging.getLogger("lt_zero")
 
 _CPU = torch.device("cpu")
+_OF_HOST = ("gloo", "fake")  # backends without communicators on a device
 _joined: weakref.WeakSet[World] = weakref.WeakSet()  # those that may be garbage
 _unused: list[list[dist.ProcessGroup]] = []  # of worlds that are gone
 
@@ -79,6 +81,7 @@ class World(Ranks):
         agreement: on requests, see agreement.py.
         nodes: the ranks of each node.
         hosts: the name of each rank's host.
+        communicators: of this rank; those of gloo do not count.
         ends_with_run: objects whose ``end`` is called at the end of a run.
         interruptible: objects whose ``end_interrupted`` is called before another run of this process begins: what
             KeyboardInterrupt has left of their calls may keep them, and this world, for ever.
@@ -103,6 +106,7 @@ class World(Ranks):
         self.link_timeout = link_timeout
         self.process_groups = [process_group] if process_group is not None else []  # all that were made
         self._closed = list(self.process_groups)  # whose connections hang detection closes
+        self.communicators = Communicators()
         self._of_one: dict[str, dist.ProcessGroup] = {}  # groups that have this rank only, by their backend
         self.detector: HangDetector | None = None
         # Exchanges of host data (used parameters, orders) must not synchronise the GPU.
@@ -165,9 +169,12 @@ class World(Ranks):
         raise_limit()
         await_all(timeout)
         backend = backend_of(device)
-        group = new_group(None, timeout, backend, device, probed=True, link_timeout=patience)
+        communicators = Communicators()
+        with communicators.another(device) if backend not in _OF_HOST else nullcontext():
+            group = new_group(None, timeout, backend, device, probed=True, link_timeout=patience)
         simulated = backend_of(device, group) == "fake"
         world = cls(group, device, check and simulated, timeout, patience, new_log)
+        world.communicators = communicators
         host = world.order.host
         assert host is not None
         # The ranks of a simulated group have no processes that could hang or end.
@@ -235,7 +242,8 @@ class World(Ranks):
         # NCCL opens a few connections, whatever the number of ranks.
         self._check_room(len(next(part for part in wanted if self.rank in part)) if made == "gloo" else 0)
         # Ranks wait for each other in the store. If one has ended, and the store with it, the error names that rank.
-        with self.watch.explaining():
+        measured = nullcontext() if alone or made in _OF_HOST else self.communicators.another(self.device)
+        with self.watch.explaining(), measured:
             group = self._split_group(wanted, timeout, exchanges) if can_split(made) and not alone else None
             group = group or self._one_by_one(wanted, made, timeout, exchanges, connects=not alone)
         self.process_groups.append(group)

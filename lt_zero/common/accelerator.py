@@ -199,6 +199,14 @@ def tells_memory(device: torch.device) -> bool:
     return hasattr(_module(device), "mem_get_info")
 
 
+def taken_beside(device: torch.device) -> int | None:
+    """Bytes of the device that others than torch's allocator have taken, in all processes; None: it cannot be asked."""
+    if not is_accelerator(device) or not is_available() or not tells_memory(device):
+        return None
+    free, total = free_and_total(device)
+    return total - free - reserved(device)
+
+
 def limit_memory(device: torch.device, nbytes: int) -> bool:
     """Limit the bytes of ``device`` that this process takes; False: the accelerator has no such limit."""
     module = _module(device)

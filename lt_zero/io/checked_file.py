@@ -317,6 +317,13 @@ class StagingRing:
         return self._nbytes - self._used
 
 
+_REMEDY = "Restore it from a copy, or resume from another checkpoint."
+
+
+def _missing(path: str) -> CheckpointError:
+    return CheckpointError(f"{path} is missing. {_REMEDY}")
+
+
 class BlockReader:
     """Reads the files of a directory in verified blocks.
 
@@ -367,6 +374,29 @@ class BlockReader:
             self._last[file] = (number, buffer)
             copy(number, buffer)
 
+    def check_length(self, file: str) -> None:
+        """Check that a file is there, and is as long as it was written.
+
+        Raises:
+            CheckpointError: it is not; names it.
+        """
+        path = f"{self._folder}/{file}"
+        try:
+            size = os.stat(path).st_size if self._fs is None else self._fs.size(path)
+        except FileNotFoundError:
+            raise _missing(path) from None
+        except OSError as error:
+            raise unreadable(path, error) from error
+        self._require_length(file, size)
+
+    def _require_length(self, file: str, size: int) -> None:
+        wanted = self.files[file].nbytes
+        if size != wanted:
+            raise CheckpointError(
+                f"{self._folder}/{file} has {size} bytes, and {wanted} were written: something cut or changed it. "
+                f"{_REMEDY}"
+            )
+
     def verify(self, file: str, tick: Callable[[int], object] = lambda _: None) -> None:
         record = self.files[file]
         for number in range(len(record.sums)):
@@ -398,9 +428,12 @@ class BlockReader:
                 with self._lock:
                     if file not in self._fds:
                         self._fds[file] = open_regular(os.path.join(self._folder, file))
+                        self._require_length(file, os.fstat(self._fds[file]).st_size)
                     fd = self._fds[file]
                 while done < length and (count := os.preadv(fd, [view[done:]], offset + done)):
                     done += count
+        except FileNotFoundError:
+            raise _missing(path) from None
         except OSError as error:
             raise unreadable(path, error) from None
         full = rounded(length)
@@ -408,6 +441,6 @@ class BlockReader:
         if done != length or checksum(buffer[:full], self._weights) != record.sums[number]:
             raise CheckpointError(
                 f"{path} is damaged, or a file of another save: bytes {offset} to {offset + length} have a wrong "
-                "checksum. Restore it from a copy, or resume from another checkpoint."
+                f"checksum. {_REMEDY}"
             )
         return buffer

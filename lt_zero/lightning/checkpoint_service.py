@@ -55,7 +55,16 @@ from lt_zero.checkpoint.native.pieces import (
 )
 from lt_zero.checkpoint.native.plain import restore, to_plain
 from lt_zero.checkpoint.native.save import LT_ZERO
-from lt_zero.checkpoint.open import Identity, checked_file, is_directory, load_same, of_content, opened_source, reading
+from lt_zero.checkpoint.open import (
+    Identity,
+    OpenedCopy,
+    checked_file,
+    is_directory,
+    load_same,
+    of_content,
+    opened_source,
+    reading,
+)
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.plain_names import names_of
@@ -256,7 +265,7 @@ class CheckpointService:
         self._opened, self._renamed = {}, {}
         self._compared = True
 
-        def read() -> tuple[dict[str, Any], Callable[[], Identity]]:
+        def read() -> tuple[dict[str, Any], OpenedCopy]:
             if is_directory(path):
                 with progress_bar(f"Opening {path}", rank=run.rank):
                     return opened_source(path, partial(as_lightning, weights_only=weights_only), run.rank == 0)
@@ -271,7 +280,7 @@ class CheckpointService:
                     found = _of_plugin(plugin, file)
             if file is not None and not isinstance(found, dict):
                 raise CheckpointError(f"{file} is no checkpoint: it holds a {type(found).__name__}. Take another one.")
-            return found, partial(of_content, found, file)
+            return found, OpenedCopy(partial(of_content, found, file))
 
         opened = load_same(run.world, path, read)
         if is_directory(path):  # the states of its optimizers have names
@@ -289,7 +298,7 @@ class CheckpointService:
         """
         if not self._compared:
             self.wait(run)
-            load_same(run.world, None, lambda: (None, lambda: Identity(None, "")))
+            load_same(run.world, None, lambda: (None, OpenedCopy(lambda: Identity(None, ""))))
 
     def select(self, run: RunSnapshot, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Remove the parts that the ``checkpoint`` block says not to restore."""

@@ -27,7 +27,7 @@ from lt_zero.checkpoint.native.rank_state import (
     values_of_ranks,
 )
 from lt_zero.checkpoint.native.save import FABRIC, LT_ZERO, TRAINED_WEIGHTS
-from lt_zero.checkpoint.open import Identity, checked_file, is_directory, of_content, opened_source, reading
+from lt_zero.checkpoint.open import OpenedCopy, checked_file, is_directory, of_content, opened_source, reading
 from lt_zero.checkpoint.source import CheckpointSource
 from lt_zero.comm.world import World
 from lt_zero.common.compat import never_a_graph
@@ -275,20 +275,20 @@ class FabricItems:
         """Names of weights that are left out (``checkpoint.save_frozen: false``)."""
         return frozen_names(module.engine, leave_out=not self.config.checkpoint.save_frozen)
 
-    def opened(self, path: str, weights_only: bool | None) -> tuple[tuple[Opened, bool], Callable[[], Identity]]:
-        """The opened checkpoint, True if its contents are by keys of items, and a function that tells its identity."""
+    def opened(self, path: str, weights_only: bool | None) -> tuple[tuple[Opened, bool], OpenedCopy]:
+        """The opened checkpoint, True if its contents are by keys of items, and this rank's copy of it."""
         if is_directory(path):
             use = partial(open_directory, weights_only=weights_only)
-            opened, identify = opened_source(path, use, self.world.rank == 0)
+            opened, copy = opened_source(path, use, self.world.rank == 0)
             opened.saved = own_values(self.world, opened.saved, opened.of_ranks)
-            return (opened, True), identify
+            return (opened, True), copy
         file = local_file(self.checkpoint_io, path)
         checked_file(file, self.world)
         with reading(file):
             found = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         opened = opened_file(found)
         opened.saved = own_values(self.world, opened.saved, opened.of_ranks)
-        return (opened, False), partial(of_content, found, file)
+        return (opened, False), OpenedCopy(partial(of_content, found, file))
 
     def restore(self, opened: Opened, objects: Mapping[Any, Any], saved: Mapping[Any, Any], strict: bool) -> None:
         """Load parts of a checkpoint into objects. Collective."""

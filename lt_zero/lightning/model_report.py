@@ -39,6 +39,8 @@ def unit_table(engine: Engine, console: Console | None = None) -> None:
     for *numbers, kind, name in rows:
         right = "  ".join(cell.rjust(width) for cell, width in zip(numbers, widths, strict=False))
         lines.append(f"  {right}  {kind.ljust(widths[-2])}  {name}")
+    if engine.world.communicators.nbytes:
+        lines.append(f"  {engine.world.communicators} are taken of this rank's {engine.device.type} memory")
     if reason := _why_nothing_is_sharded(engine):
         lines.append(reason)
     (console or RunConsole()).print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

@@ -10,6 +10,13 @@ Note [Families]
     With pipelines these are the ranks of one stage, which run the same module. A layer that several stages share is the
     same on the ranks of all of them, and its gradient is the sum over stages; a parameter outside of the pipeline is on
     all ranks, each of which computes its whole gradient.
+
+Note [Groups of the user]
+    The groups of the axes are the user's, too: metrics are summed over the data ranks, a script may call any collective
+    there. The engine's gathers have groups of their own, even over the same ranks. A backend matches the collectives
+    of a group by their order only. If a script calls one on some of the ranks, it waits in a group of the user, and
+    hang detection names the line; in a group of gathers it would take its values from a gather of weights, and each
+    later gather from the one before it.
 """
 
 from __future__ import annotations
@@ -31,6 +38,7 @@ from lt_zero.comm.part_ranks import PartRanks
 from lt_zero.comm.process_groups import one_queue
 from lt_zero.comm.sequence import SequenceGroup
 from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.stage_ranks import StageRanks
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.common.compat import forget_meshes
@@ -229,18 +237,19 @@ class ParallelMesh:
         first = world.rank // sizes.of_data_rank * sizes.of_data_rank
         waits_for = {*range(first, first + sizes.of_data_rank), *(self._experts.members if self._experts else ())}
         world.expect_in_layers(sorted(waits_for))
-        with_part, divides = sizes.parts().tolist(), sizes.tensor > 1 or sizes.sequence > 1
-        self._cut = ShardGroup(world, with_part, divisor=sizes.with_part, holders=self.peers) if divides else None
+        with_part = sizes.parts().tolist()
+        self._cut: ShardGroup | None = None  # that have the same part of what tensor ranks cut
+        if sizes.tensor > 1:
+            self._cut = ShardGroup(world, with_part, divisor=sizes.with_part, holders=self.peers)
         self.token_group = groups[AXES.index(DATA)]
         self.sequence: SequenceRanks | None = None
         if sizes.sequence > 1:
-            assert self._cut is not None
             along, method = AXES.index(SEQUENCE), method or SequenceParallel()
             self.token_group = world.new_group(None, with_part, closes=True)
             made, how = SequenceGroup.joined(world, rows[along], groups[along]), (method.method, method.gather)
-            self.sequence = SequenceRanks(made, self._cut, *how, method.zigzag)
-        across = rows[AXES.index(PIPELINE)]
-        self._row = ShardGroup(world, across, divisor=1) if sizes.pipeline > 1 else None
+            # Without tensor ranks those that see other tokens are all ranks of a stage.
+            self.sequence = SequenceRanks(made, self._cut or self.peers or world, *how, method.zigzag)
+        self._row = StageRanks(world, rows[AXES.index(PIPELINE)]) if sizes.pipeline > 1 else None
         self._shared: dict[tuple[frozenset[int], bool], ShardGroup] = {}  # by the stages, and whether it is cut
 
     @property

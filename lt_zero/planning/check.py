@@ -246,7 +246,8 @@ def _gpu_problem(cast: Forecast, phases: Sequence[str], taken: int, world: World
     need = max((cast.need_of_rank(phase, DEVICE) for phase in phases), key=lambda need: sum(need.values()))
     if there is None or sum(need.values()) <= there.nbytes + taken:
         return ""
-    have = Available(there.nbytes + taken, there.source)
+    made = world.communicators
+    have = Available(there.nbytes + taken, f"{there.source}{f', without {made}' if made.nbytes else ''}")
     remedy = "Take a higher stage, more ranks or offload_optimizer; `lt-zero estimate` shows what each needs."
     return shortage(need, have, f"The GPU memory of rank {world.rank}", remedy)
 

@@ -35,6 +35,7 @@ from lt_zero.parallel import experts
 from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.parallel.pipeline.layers import pipeline_of
 from lt_zero.parallel.plan import planned_parts
+from lt_zero.planning.communicators import communicators
 from lt_zero.planning.forecast import PLACES, Forecast, forecast
 from lt_zero.planning.setup import PlannedGroup, Setup
 from lt_zero.planning.sizes import Model, Sizes, Stage, fullest, parts_of_all, skeleton, stages_of_sizes
@@ -184,6 +185,7 @@ def _planned(
         kernels=frozenset({kernel} if kernel and config.fused_step else ()),
         accumulates=accumulate_grad_batches * config.micro_batches > 1,
         saves=saves,
+        communicators=communicators(config, ranks) if device == "cuda" else 0,
         elsewhere=stage.elsewhere,
     )
     named = dict(module.named_parameters())
@@ -428,16 +430,23 @@ def misfit(cast: Forecast, machine: Machine) -> str:
         (HOST, "host", machine.host),
         (NVME, "NVMe", machine.nvme),
     ):
-        need = cast.rank(DEVICE) if place == DEVICE else cast.node(place)
+        need = cast.rank(DEVICE) + cast.communicators if place == DEVICE else cast.node(place)
         if limit is not None and need > limit:
             phases = [cast.need_of_node(phase, place) for phase in cast.phases]
             peak = max(phases, key=lambda kinds: sum(kinds.values()))
             kind, most = max(peak.items(), key=lambda item: item[1])
             most //= cast.setup.per_node if place == DEVICE else 1
+            beside = f"; NCCL, {format_bytes(cast.communicators)}" if place == DEVICE and cast.communicators else ""
             lacking.append(
-                f"{word}: {format_bytes(need)} needed, {format_bytes(limit)} there (most: {kind}, {format_bytes(most)})"
+                f"{word}: {format_bytes(need)} needed, {format_bytes(limit)} there (most: {kind}, {format_bytes(most)}"
+                f"{beside})"
             )
     return "; ".join(lacking)
+
+
+def _left_out(cast: Forecast) -> str:
+    """What tables of forecasts do not have."""
+    return f"Without activations{f', and NCCL: {cast.of_nccl}' if cast.communicators else ''}."
 
 
 def settings_table(
@@ -469,7 +478,7 @@ def settings_table(
     ranks += f", {parsed.sequence_parallel_size} sequence ranks" if parsed.sequence_parallel_size > 1 else ""
     table = Table(
         title=f"{casts[0][1].parameters:,} parameters, {ranks}",
-        caption="Without activations. optim., param: device of offload_optimizer, offload_param.\n"
+        caption=f"{_left_out(casts[-1][1])} optim., param: device of offload_optimizer, offload_param.\n"
         "* stage3_max_reuse_distance: 0, nothing stays gathered after its forward.",
         caption_justify="left",
         box=SIMPLE_HEAD,

@@ -218,13 +218,14 @@ def _print_activations(
     counter: ActivationCounter, cast: Forecast, length: int, gpu_gb: float | None, console: Console
 ) -> None:
     """Print activations with each remedy, and the longest sequences that fit beside the states of the model."""
-    limit = None if gpu_gb is None else gpu_gb * GB - cast.rank(DEVICE)
+    limit = None if gpu_gb is None else gpu_gb * GB - cast.rank(DEVICE) - cast.communicators
     remedies_table(counter, length, cast.setup.device, limit, console)
     config = counter.config
     if limit is not None:
         states = format_bytes(cast.rank(DEVICE), 1)
+        nccl = f", and NCCL {format_bytes(cast.communicators, 1)}" if cast.communicators else ""
         text = f"longest: tokens of a sequence in {gpu_gb:g} GB, of which the states of stage "
-        console.print(f"{text}{config.zero_optimization.stage} take {states}.", markup=False, soft_wrap=True)
+        console.print(f"{text}{config.zero_optimization.stage} take {states}{nccl}.", markup=False, soft_wrap=True)
     if isinstance(counter.model, nn.Module) and config.tensor_parallel.autotp_size > 1:
         console.print("Activations are those of a rank that has all of each layer: tensor ranks are not counted.")
 
@@ -451,6 +452,8 @@ def _fit(
     console.print(
         "    " + ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in needs if nbytes), soft_wrap=True
     )
+    if cast.communicators:
+        console.print(f"    beside these, NCCL: {cast.of_nccl}", markup=False, soft_wrap=True)
     if cpu is None:
         console.print("    The host memory was not limited; --cpu-gb does.", markup=False)
     kinds_table(cast, str(found.setting), console)

@@ -11,7 +11,8 @@ Note [Phases]
                     compute copy does not show in full are kept until they come back
       checkpoint    sharded: each rank writes its part, or (checkpoint.async) copies it first. Full: rank 0 collects
                     a full copy on its host, and Lightning makes the file's bytes in memory
-    Activations, what libraries and the allocator keep for themselves, and the caller's data are not in it.
+    Activations, what libraries and the allocator keep for themselves, and the caller's data are not in it. NCCL's
+    buffers are not, either, as they are no part of a plan: ``Forecast.communicators`` has a number for them.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from lt_zero.exchange.plan import ExchangeKind, ExchangePlan, plan_codecs, plan_
 from lt_zero.io.checked_file import RING_BUFFER
 from lt_zero.io.pinned import rounded
 from lt_zero.offload.store import record_nbytes
+from lt_zero.planning.communicators import NBYTES
 from lt_zero.planning.setup import Setup
 
 PLACES = (DEVICE, HOST, NVME)
@@ -505,7 +507,19 @@ class Forecast:
         lines.append(f"Peaks per rank: {of_rank}")
         if of_node:
             lines.append(f"Peaks per node: {of_node}")
+        if self.communicators:
+            lines.append(f"Beside these, NCCL: {self.of_nccl}")
         return "\n".join(lines)
+
+    @property
+    def communicators(self) -> int:
+        """Bytes of a GPU that NCCL takes in all phases, about; they are not in ``phases``. See communicators.py."""
+        return self.setup.communicators * NBYTES
+
+    @property
+    def of_nccl(self) -> str:
+        """The same in words."""
+        return f"{self.setup.communicators} communicators of about {format_bytes(NBYTES)} on each GPU"
 
     def kinds(self, place: str) -> dict[str, int]:
         """Peak bytes of each kind on rank 0. The peaks may occur in different phases."""

@@ -2,11 +2,12 @@
 
 Note [Search]
     The script runs as it is first: this run tells what the planner needs. Then one coordinate after the other (stage
-    and offload, micro-batch, a pipeline's number of micro-batches and schedule, activation checkpointing, bucket size)
-    is varied with the others at their best so far, until none improves or the budget is spent. What cannot fit by its
-    plan is never run. The fastest few run again, one after the other in rounds: other work slows a machine down for
-    seconds or minutes, never speeds it up, so the median step of a candidate's fastest run counts. There are more
-    rounds while a finalist's two fastest runs differ. Of those that noise could have put first, the simplest is chosen.
+    and offload, shard groups, micro-batch, a pipeline's number of micro-batches and schedule, activation checkpointing,
+    bucket size) is varied with the others at their best so far, until none improves or the budget is spent. What cannot
+    fit by its plan is never run. The fastest few run again, one after the other in rounds: other work slows a machine
+    down for seconds or minutes, never speeds it up, so the median step of a candidate's fastest run counts. There are
+    more rounds while a finalist's two fastest runs differ. Of those that noise could have put first, the simplest is
+    chosen. What changes results beyond the rounding of sums is measured beside it, and never chosen.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class Tuner:
             raise TuningError(f"{outcome.problem}\n{outcome.output}".rstrip())
         self.facts = outcome.facts
         self.base = examine(_without(self.facts.base, changes)).usable()
-        self._plans = {(plan.setting, plan.bucket, plan.accumulates): plan for plan in self.facts.plans}
+        self._plans = {(plan.setting, plan.sharing, plan.bucket, plan.accumulates): plan for plan in self.facts.plans}
         self._micro = self.facts.micro or outcome.batch
         # In a loop of one's own nothing else compares the batches with the configuration.
         self._batches |= self.facts.loop and outcome.batch is not None and outcome.batch == self.facts.micro
@@ -165,6 +166,7 @@ class Tuner:
         facts = self.facts
         found = dict.fromkeys([self.origin.setting, *(plan.setting for plan in facts.plans)])
         yield "setting", [{"setting": setting} for setting in found]
+        yield "sharing", [{"sharing": keys} for keys in dict.fromkeys([(), *(plan.sharing for plan in facts.plans)])]
         yield "micro", [{"micro": micro, "accumulation": steps} for micro, steps in self._micros()]
         yield "count", [{"count": count} for count in (None, *self._counts())]
         yield "schedule", [{"schedule": schedule} for schedule in (None, *self._schedules())]
@@ -214,11 +216,11 @@ class Tuner:
 
     def _exists(self, candidate: Candidate) -> bool:
         """True if it differs from the others: small models have the same buckets at several sizes."""
-        return (candidate.setting, candidate.bucket, False) in self._plans
+        return (candidate.setting, candidate.sharing, candidate.bucket, False) in self._plans
 
     def _plan(self, candidate: Candidate) -> Plan:
         steps = candidate.accumulation or self.facts.accumulation
-        return self._plans[candidate.setting, candidate.bucket, steps > 1]
+        return self._plans[candidate.setting, candidate.sharing, candidate.bucket, steps > 1]
 
     @property
     def samples(self) -> int | None:
@@ -320,6 +322,19 @@ class Tuner:
                 self.measure(candidate)
         return self.decide(suggested)
 
+    def with_rounding(self, chosen: Candidate) -> Iterator[Candidate]:
+        """Measure what may be faster than ``chosen``, as often, but changes results: nobody but the user decides it.
+
+        Yields those that are faster by more than noise. They need no more memory: what is sent is shorter.
+        """
+        for keys in self.facts.rounding:
+            candidate = replace(chosen, rounding=keys)
+            for _ in range(1 + self._rounds):
+                if not self._late():
+                    self.measure(candidate)
+            if self.fits(candidate) and self.ratio(candidate, chosen) < 1 - _LEAST_NOISE:
+                yield candidate
+
     def ratio(self, one: Candidate, other: Candidate) -> float:
         """The step time of ``one`` in those of ``other``, by their last runs, as many of each."""
         count = min(len(self.measured[candidate].runs) for candidate in (one, other))
@@ -359,7 +374,7 @@ class Tuner:
         ladder = list(dict.fromkeys(plan.setting for plan in self.facts.plans))
         rank = ladder.index(candidate.setting)
         changes = candidate.checkpointing, candidate.micro, candidate.bucket, candidate.schedule, candidate.count
-        return rank, *(value is not None for value in changes)
+        return rank, *(value is not None for value in changes), bool(candidate.sharing)
 
     def _nothing(self) -> str:
         failed = [f"{candidate}: {found.problem}" for candidate, found in self.measured.items()]

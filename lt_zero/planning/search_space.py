@@ -25,6 +25,7 @@ from lt_zero.planning.check import setup_of
 from lt_zero.planning.estimate import Setting, settings
 from lt_zero.planning.forecast import Forecast, forecast
 from lt_zero.planning.setup import PlannedGroup, Setup, kind_of
+from lt_zero.planning.step_time import Choice, choices
 
 _Z = "zero_optimization"
 _OFFLOADS = ("offload_optimizer", "offload_param")
@@ -43,6 +44,8 @@ class Candidate:
         checkpointing: ``activation_checkpointing.mode``.
         bucket: elements of ``reduce_bucket_size``, at stages 1 and 2 also of ``allgather_bucket_size``.
         schedule, count: ``pipeline.schedule`` and ``pipeline.num_microbatches``.
+        sharing: keys of a ``Choice`` for many shards; ().
+        rounding: those of one that rounds what is sent, and so changes results; ().
     """
 
     setting: Setting
@@ -52,6 +55,8 @@ class Candidate:
     bucket: int | None = None
     schedule: str | None = None
     count: int | None = None
+    sharing: tuple[str, ...] = ()
+    rounding: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         parts = [str(self.setting)]
@@ -60,6 +65,7 @@ class Candidate:
         parts += [f"buckets of {self.bucket:,}"] if self.bucket is not None else []
         parts += [f"pipeline.schedule: {self.schedule}"] if self.schedule is not None else []
         parts += [f"pipeline.num_microbatches: {self.count}"] if self.count is not None else []
+        parts += [key.replace("=", ": ").removeprefix(f"{_Z}.") for key in (*self.sharing, *self.rounding)]
         return ", ".join(parts)
 
     def overrides(self, base: ZeroConfig, nvme: str | None = None) -> list[str]:
@@ -88,7 +94,7 @@ class Candidate:
             found |= {f"{_Z}.allgather_bucket_size": self.bucket} if stage in (1, 2) else {}
         found |= {"pipeline.schedule": self.schedule} if self.schedule is not None else {}
         found |= {"pipeline.num_microbatches": self.count} if self.count is not None else {}
-        return [f"{key}={value}" for key, value in found.items()]
+        return [*(f"{key}={value}" for key, value in found.items()), *self.sharing, *self.rounding]
 
 
 def kept(config: ZeroConfig, schedule: str | None = None, count: int | None = None) -> float:
@@ -118,6 +124,7 @@ class Plan:
         running: bytes of a rank, on the device that computes, in a step; without activations.
         most: also while it is built and saved.
         problem: why it cannot be run; "" if it can.
+        sharing: as for ``Candidate``.
     """
 
     setting: Setting
@@ -126,6 +133,7 @@ class Plan:
     running: int = 0
     most: int = 0
     problem: str = ""
+    sharing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -144,6 +152,7 @@ class Facts:
         layers: of the pipeline; 0: there are no stages.
         plans: of all settings and of the bucket sizes that cut the model differently, each with and without
             accumulation, in order of their expected speed.
+        rounding: keys of choices for many shards that change results, each of which can be added to any candidate.
     """
 
     device: str
@@ -156,6 +165,7 @@ class Facts:
     unrepeated: str
     plans: tuple[Plan, ...]
     layers: int = 0
+    rounding: tuple[tuple[str, ...], ...] = ()
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -164,11 +174,11 @@ class Facts:
     def read(cls, path: Path) -> Facts:
         values = json.loads(path.read_text(encoding="utf-8"))
         plans = [
-            Plan(**{**plan, "setting": Setting(stage, (places[0], places[1]), releases)})
+            Plan(**{**plan, "setting": Setting(stage, (places[0], places[1]), releases), "sharing": tuple(sharing)})
             for plan in values["plans"]
-            for stage, places, releases in [plan["setting"]]
+            for (stage, places, releases), sharing in [(plan["setting"], plan["sharing"])]
         ]
-        return cls(**{**values, "plans": tuple(plans)})
+        return cls(**{**values, "plans": tuple(plans), "rounding": tuple(map(tuple, values["rounding"]))})
 
 
 def written(config: ZeroConfig) -> dict[str, Any]:
@@ -213,16 +223,27 @@ def plans_of(engine: Engine, config: ZeroConfig, saves: bool, nvme: str | None) 
     numel = max(sum(names.values()) for names in stages)
     saving = partial(setup_of, engine, [sharded.optimizer for sharded in engine.optimizers], saves=saves)
     setups = [replace(saving(accumulates=how), elsewhere=elsewhere) for how in (False, True)]
+    buckets = (None, *_buckets(config.zero_optimization, numel))
     for setting in _ladder(engine, config, nvme):
-        cuts = set[tuple[Any, ...]]()
-        for bucket in (None, *_buckets(config.zero_optimization, numel)):
-            mine = _plans(engine, config, Candidate(setting, bucket=bucket), setups, nvme)
-            known = engine.peers.ask_all(mine, "plans of stages")
-            if (cut := tuple(numels for numels, _ in known)) in cuts and all(cut):
-                continue
-            cuts.add(cut)
-            for plans in zip(*(plans for _, plans in known), strict=True):
-                yield _worst(plans)
+        for choice in (choice for choice in choices_of(engine, setting.of(config)) if choice.exact):
+            cuts = set[tuple[Any, ...]]()
+            for bucket in buckets:
+                candidate = Candidate(setting, bucket=bucket, sharing=choice.keys)
+                mine = _plans(engine, config, candidate, setups, nvme)
+                known = engine.peers.ask_all(mine, "plans of stages")
+                if (cut := tuple(numels for numels, _ in known)) in cuts and all(cut):
+                    continue
+                cuts.add(cut)
+                for plans in zip(*(plans for _, plans in known), strict=True):
+                    yield _worst(plans)
+
+
+def choices_of(engine: Engine, config: ZeroConfig) -> list[Choice]:
+    """The choices that ``config`` has for the shards of an engine, where all of its ranks are data ranks."""
+    group = engine.groups[0]
+    if len(engine.groups) > 1 or not engine.everywhere:
+        return [Choice(())]
+    return choices(config, group.size, len(group.nodes[0]))
 
 
 def _ladder(engine: Engine, config: ZeroConfig, nvme: str | None) -> Iterator[Setting]:
@@ -240,16 +261,21 @@ def _plans(
     engine: Engine, config: ZeroConfig, candidate: Candidate, setups: Sequence[Setup], nvme: str | None
 ) -> tuple[tuple[int, ...], list[Plan]]:
     """The elements of each bucket of this rank's module, and the plans without and with accumulation."""
-    setting, bucket = candidate.setting, candidate.bucket
+    setting = candidate.setting
+    bucket = candidate.bucket
+    sharing = candidate.sharing
     try:
         made = examine(written(config), overrides=candidate.overrides(config, nvme)).usable()
         made = made.model_copy(update={"zero_optimization": _resolved_sizes(made, config)})
         plan, everyone = _planned(engine, made)
     except ConfigError as error:
-        return (), [Plan(setting, bucket, how, problem=str(error)) for how in (False, True)]
+        return (), [Plan(setting, bucket, how, problem=str(error), sharing=sharing) for how in (False, True)]
     numels = tuple(sum(spec.local_box.numel for spec in planned.specs) for planned in plan.buckets)
     casts = [forecast(plan, made, engine.policy, replace(setup, group=everyone)) for setup in setups]
-    return numels, [Plan(setting, bucket, how, *_needs(cast)) for how, cast in zip((False, True), casts, strict=True)]
+    return numels, [
+        Plan(setting, bucket, how, *_needs(cast), sharing=sharing)
+        for how, cast in zip((False, True), casts, strict=True)
+    ]
 
 
 def _worst(plans: Sequence[Plan]) -> Plan:

@@ -98,6 +98,7 @@ class Setup:
     training: bool = True  # there are gradients
     saves: bool = True  # there are checkpoints
     averages: int = 0  # of the weights, kept in fp32 beside the states
+    communicators: int = 0  # of NCCL, on each rank; 0: unknown, or made before the memory is looked at
     elsewhere: int = 0  # parameters of the model that other ranks of a pipeline have
 
     @property

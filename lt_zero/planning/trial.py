@@ -24,7 +24,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
 from lt_zero.planning.check import RESTING, measured
 from lt_zero.planning.limits import peak_rss
-from lt_zero.planning.search_space import Facts, layers_of, plans_of, unrepeated, written
+from lt_zero.planning.search_space import Facts, choices_of, layers_of, plans_of, unrepeated, written
 
 FOLDER = "LT_ZERO_TRIAL"  # in the environment: the folder of the trial
 ORDER, FACTS, REPORT = "order.json", "facts.json", "report.json"
@@ -96,7 +96,8 @@ class Trial:
             base = written(config)
             known = (device.type, data_ranks, base, micro, accumulation, loop, bare, refused, plans)
             if engine.world.rank == 0:
-                Facts(*known, layers_of(engine)).write(self._folder / FACTS)
+                rounding = tuple(choice.keys for choice in choices_of(engine, config) if not choice.exact)
+                Facts(*known, layers_of(engine), rounding).write(self._folder / FACTS)
         self._built = _peak(device)
         _reset_peak(device)
 

@@ -101,10 +101,17 @@ def tune(
             _check_batches(tuner.facts, {"--micro-batch": micro_batch, "--accumulation": accumulation})
             chosen = tuner.search()
             best = tuner.exhaust(chosen) if exhaustive else chosen
+            others = list(tuner.with_rounding(best))
     except (TuningError, ConfigError) as error:
         Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
     print_table(tuner, best, console, load)
+    for other in others:
+        keys = " ".join(other.rounding)
+        line = (
+            f"~ {keys} rounds what ranks send each other: {tuner.ratio(other, best):.3f} times the time. Not written."
+        )
+        console.print(line, markup=False)
     if exhaustive:
         line = f"suggested without --exhaustive: {chosen}: {tuner.ratio(chosen, best):.3f} times the best of all"
         console.print(line, markup=False)
@@ -306,7 +313,14 @@ def print_table(tuner: Tuner, best: Candidate, console: Console, load: float) ->
     caption = f"stage *: stage3_max_reuse_distance: 0. -: as the script has it. {loads}."
     table = Table(box=SIMPLE_HEAD, caption=caption, caption_justify="left", pad_edge=False, collapse_padding=True)
     staged = tuner.facts.layers > 0
-    for name in (*_COLUMNS[:3], *(_PIPELINE if staged else ()), *_COLUMNS[3:]):
+    many = any(candidate.sharing or candidate.rounding for candidate in tuner.measured)
+    for name in (
+        *_COLUMNS[:2],
+        *(["shards"] if many else []),
+        _COLUMNS[2],
+        *(_PIPELINE if staged else ()),
+        *_COLUMNS[3:],
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     ordered = sorted(tuner.measured.items(), key=lambda item: item[1].seconds)
     fitting = {candidate: found for candidate, found in ordered if not found.problem}
@@ -316,6 +330,7 @@ def print_table(tuner: Tuner, best: Candidate, console: Console, load: float) ->
         table.add_row(
             f"{setting.stage}{' *' if setting.releases else ''}",
             places or "none",
+            *([_shards(candidate)] if many else []),
             micro if candidate.micro is not None else "-",
             *([candidate.schedule or "-", str(candidate.count or "-")] if staged else []),
             candidate.checkpointing or "-",
@@ -336,6 +351,12 @@ def print_table(tuner: Tuner, best: Candidate, console: Console, load: float) ->
     if spread > MOST_NOISE:
         line = f"The machine did other work: the two fastest runs of a candidate differ by {spread:.0%}, so the order"
         console.print(f"{line} above is not certain: the simplest of what may be fastest is suggested.", style="yellow")
+
+
+def _shards(candidate: Candidate) -> str:
+    """The keys for many shards, in short."""
+    keys = [key.rpartition(".")[2] for key in candidate.sharing]
+    return "\n".join([*keys, *(f"~ {key}" for key in candidate.rounding)]) or "-"
 
 
 def text_of(tuner: Tuner, best: Candidate) -> str:

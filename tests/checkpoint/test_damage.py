@@ -92,6 +92,20 @@ def test_damage_is_found(good: Path, damage: str) -> None:
             Archive(str(bad)).verify()
 
 
+@pytest.mark.parametrize(("damage", "words"), [("delete", "is missing. Restore it"), ("truncate", "were written")])
+def test_a_file_that_is_read_is_checked_by_its_reader(good: Path, damage: str, words: str) -> None:
+    """Even if the checks of all files are left to other ranks."""
+    DAMAGES[damage](good / "weights-00001.pt")
+    archive = Archive(str(good), checks_files=False)
+    name, entry = next(
+        (name, entry)
+        for name, entry in archive.manifest.tensors.items()
+        if any(chunk.file == "weights-00001.pt" for chunk in entry.chunks)
+    )
+    with pytest.raises(CheckpointError, match=f"weights-00001.pt .*{words}"):
+        archive.elements(name, 0, math.prod(entry.shape))
+
+
 @pytest.mark.parametrize("damage", only(["truncate"], DAMAGES))
 def test_damage_is_an_error_on_every_rank(pool: Pool, good: Path, damage: str) -> None:
     for texts in pool.run(2, _load_damaged, str(good.parent), damage):

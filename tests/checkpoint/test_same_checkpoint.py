@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -16,12 +18,14 @@ from torch import Tensor
 
 import lt_zero
 from lt_zero import FabricZeroStrategy
+from lt_zero.checkpoint.native.directory import MANIFEST, README
 from lt_zero.checkpoint.open import digest_of_parts, digest_of_values, of_source, open_source
+from lt_zero.io.checked_file import BlockReader
 from tests.support.checkpoint_tools import SHARDED, error_of, everything, flip_a_value, raised, resume, same, train
 from tests.support.import_tools import source_of
 from tests.support.lightning_tools import FULL, GPT, sharded_trainer, torchrun_env
 from tests.support.matrix import only
-from tests.support.models import Net
+from tests.support.models import Net, next_token_loss
 from tests.support.pool import Pool
 
 
@@ -181,6 +185,60 @@ def test_a_flipped_bit_of_a_file_is_seen_by_all_faces(pool: Pool, tmp_path: Path
     results = pool.run(2, _of_a_damaged_file, str(tmp_path))
     for name in results[0]:
         raised([found[name] for found in results], f"{name} is damaged: the checksum of its record")
+
+
+# ---- the files of a directory ----------------------------------------------------------------------------------------
+
+
+def _of_lost_files(folder: str) -> dict[str, Any]:
+    """The files that this rank looks at to load a directory, and the errors of copies that lack some of one."""
+    rank = dist.get_rank()
+    engine, *_ = lt_zero.initialize(model=_net(1.0), config={"zero_optimization": ZERO, "optimizer": SGD})
+    engine.backward(next_token_loss(engine, 0, 0, rank))
+    engine.step()
+    engine.save_checkpoint(folder, "whole")
+    looked, check_length = list[str](), BlockReader.check_length
+
+    def counted(self: BlockReader, file: str) -> None:
+        looked.append(file)
+        check_length(self, file)
+
+    with mock.patch.object(BlockReader, "check_length", counted):
+        engine.load_checkpoint(folder, "whole")
+    shared, found = list(looked), dict[str, Any]()
+    own = f"{folder}/{rank}"
+    for name, lose in (("missing", os.remove), ("torn", partial(os.truncate, length=100))):
+        copies = {"shared": f"{folder}/{name}", "own": f"{own}/{name}"}
+        dist.barrier()
+        shutil.copytree(f"{folder}/whole", copies["own"])
+        if rank == 0:
+            shutil.copytree(f"{folder}/whole", copies["shared"])
+            lose(f"{copies['shared']}/weights-00002.pt")
+        if rank == 1:  # its own copy only
+            lose(f"{copies['own']}/weights-00002.pt")
+        dist.barrier()
+        for kind, path in copies.items():
+            found[f"{name} {kind}"] = error_of(engine.load_checkpoint, os.path.dirname(path), name)
+    with mock.patch.object(BlockReader, "check_length", counted):
+        looked.clear()
+        engine.load_checkpoint(os.path.dirname(f"{folder}/whole"), "whole")
+    return {**found, "shared": shared, "again": list(looked), "files": sorted(os.listdir(f"{folder}/whole"))}
+
+
+def test_ranks_that_see_the_same_files_look_at_a_share_each(pool: Pool, tmp_path: Path) -> None:
+    """The error of what is missing is the same on all of them, whoever reads it; a copy of a rank is its own matter."""
+    results = pool.run(3, _of_lost_files, str(tmp_path))
+    written = [name for name in results[0]["files"] if name not in (MANIFEST, README)]
+    looked = [name for found in results for name in found["shared"]]
+    assert sorted(looked) == written
+    assert max(len(found["shared"]) for found in results) <= -(-len(written) // 3)
+    assert [found["again"] for found in results] == [found["shared"] for found in results]
+    for name, words in {"missing": "weights-00002.pt is missing. Restore it", "torn": "has 100 bytes, and "}.items():
+        texts = [found[f"{name} shared"] for found in results]
+        assert texts[0].startswith(f"{tmp_path}/{name}/weights-00002.pt ")
+        assert words in texts[0]
+        assert texts == texts[:1] * 3
+        raised([found[f"{name} own"] for found in results], "rank 0: ", "rank 1: ", "cannot be opened (", words)
 
 
 # ---- what tells checkpoints apart ------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,6 +20,7 @@ import lt_zero
 from lt_zero.comm import process_groups
 from lt_zero.comm import world as world_module
 from lt_zero.comm.hang_detection import HangDetector
+from lt_zero.comm.process_groups import Communicators
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator, compat
@@ -26,6 +28,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.options import communication_options
 from lt_zero.exchange.choose import configure_group
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
+from lt_zero.planning.communicators import communicators
 from tests.support.pool import Pool
 from tests.support.simulated import one_of
 
@@ -346,6 +349,105 @@ def test_groups_of_gloo_cost_other_ranks_nothing(sizes: dict[str, int]) -> None:
     assert "split for others" not in everywhere
     assert everywhere.count("gloo") <= 2
     assert sum(len(ranks) == 1 for ranks in made) <= 1  # axes of one rank share a group
+
+
+def _communicators(sizes: dict[str, int], zero: dict[str, Any] | None = None) -> Counter[int]:
+    """How many communicators of NCCL a rank of a mesh has beside the launcher's, by their number of ranks.
+
+    Each takes 3 MiB of the device.
+    """
+    made = list[dist.ProcessGroup]()
+    ranks, config = ParallelSizes(**sizes), ZeroConfig.of({"zero_optimization": zero or {}})
+    with (
+        bound_like_nccl(1024) as (world, _),
+        mock.patch.object(process_groups, "_connect", lambda group, *_: made.append(group)),
+        mock.patch.object(accelerator, "taken_beside", side_effect=lambda device: (100 + 3 * len(made)) << 20),
+    ):
+        groups: list[Any] = [ShardGroup.of_all(world)]
+        if not ranks.is_plain:
+            mesh = ParallelMesh(ranks, world)
+            groups += [mesh.peers, mesh._cut, mesh._experts.same if mesh._experts is not None else None]
+        for group in groups:
+            if group is not None:
+                group.configure(config)
+        assert world.communicators == Communicators(len(made), 3 * len(made) << 20)
+        return Counter([world.size, *map(dist.get_world_size, made)])  # the world's own was connected before
+
+
+@pytest.mark.parametrize(
+    ("sizes", "communicators"),
+    [
+        # All ranks: gathers, reductions. Data ranks: the axis, gathers, reductions. Tensor ranks: the axis.
+        ({"data": 128, "tensor": 8}, {1024: 2, 128: 3, 8: 1}),
+        # Those of a stage, likewise; a pipeline: what stages send, and their agreement.
+        ({"data": 64, "tensor": 8, "pipeline": 2}, {1024: 2, 512: 2, 64: 3, 8: 1, 2: 2}),
+        # The axis of data ranks is one of all ranks; those with the same experts: gathers, reductions.
+        ({"data": 1024, "expert": 64}, {1024: 3, 64: 1, 16: 2}),
+        # The user's group of those that see other tokens is one of all ranks.
+        ({"data": 128, "sequence": 8}, {1024: 3, 128: 1, 8: 1}),
+        ({"data": 64, "sequence": 8, "pipeline": 2}, {1024: 2, 512: 3, 64: 1, 8: 1, 2: 2}),
+    ],
+    ids=str,
+)
+def test_a_rank_of_a_mesh_has_as_few_communicators_as_may_be(
+    sizes: dict[str, int], communicators: dict[int, int]
+) -> None:
+    """Each takes hundreds of MB of a GPU. Gathers, reductions and the user's collectives never share one."""
+    assert _communicators(sizes) == communicators
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"stage": 3},
+        {"stage": 3, "mics_shard_size": 8},
+        {"stage": 2, "mics_shard_size": 1},
+        {"stage": 3, "zero_hpz_partition_size": 8},
+        {"stage": 2, "offload_optimizer": {"device": "cpu", "overlap_step": True}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data": 1024},
+        {"data": 128, "tensor": 8},
+        {"data": 16, "tensor": 8, "pipeline": 8},
+        {"data": 1, "pipeline": 1024},
+        {"data": 1024, "expert": 64},
+        {"data": 128, "sequence": 8},
+        {"data": 8, "sequence": 8, "tensor": 8, "pipeline": 2, "expert": 8},
+    ],
+    ids=str,
+)
+def test_forecasts_count_communicators(sizes: dict[str, int], zero: dict[str, Any]) -> None:
+    config = ZeroConfig.of({"zero_optimization": zero})
+    if sizes.get("pipeline") == 1024 and zero.get("mics_shard_size", 1) + zero.get("zero_hpz_partition_size", 1) > 2:
+        pytest.skip("there is nothing to share")
+    assert communicators(config, ParallelSizes(**sizes)) == 1 + sum(_communicators(sizes, zero).values())
+
+
+def test_one_rank_has_no_communicators() -> None:
+    assert communicators(ZeroConfig.of({}), ParallelSizes()) == 0
+
+
+def test_a_world_measures_what_its_first_group_takes() -> None:
+    """Groups of gloo take nothing of a device, and a device that does not tell its memory is not asked."""
+    with (
+        bound_like_nccl(4) as (known, _),
+        mock.patch.object(accelerator, "taken_beside", side_effect=[100, 500, 500, 400]),
+    ):
+        world = World.join(CPU)
+        assert world.communicators == Communicators(1, 400)
+        world.new_group("gloo", [[0, 1], [2, 3]])
+        world.new_group(None, [[0], [1], [2], [3]])
+        assert world.communicators == Communicators(1, 400)
+        world.new_group(None, [[0, 1], [2, 3]])  # another process has freed some
+        assert world.communicators == Communicators(2, 400)
+        assert str(world.communicators) == "400 bytes of 2 communicators"
+    with bound_like_nccl(4) as (known, _):
+        known.new_group(None, [[0, 1], [2, 3]])
+        assert known.communicators == Communicators(1, 0)
 
 
 def test_a_group_makes_all_its_connections_at_the_start() -> None:

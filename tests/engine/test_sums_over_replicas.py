@@ -23,12 +23,16 @@ from lt_zero.comm.transport import Backend, Groups, Mesh, Reduction, Replicas
 from lt_zero.comm.work import CollectiveId
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
+from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.loop.access import local_grad
 from lt_zero.offload import host_store
+from lt_zero.step.overlap import Overlap
 from tests.support.lightning_tools import BATCH, GPT, sharded_trainer, weights
 from tests.support.matrix import only_rows
+from tests.support.mixtures import WIDTH, Mixture, start
 from tests.support.models import Net, next_token_loss
+from tests.support.parallel_nets import all_weights
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of, full_values
 from tests.support.pool import Pool
 
@@ -156,7 +160,13 @@ def test_six_ranks(pool: Pool, script: str, groups: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("script", "place", "apart", "overlap"),
     only_rows(
-        [("bbbs", "cpu", True, "auto"), ("snb", "nvme", True, True), ("bnbs", "nvme", False, "auto")],
+        [
+            ("bbbs", "cpu", True, "auto"),
+            ("bbbs", "cpu", True, True),
+            ("bbbs", "nvme", False, True),
+            ("snb", "nvme", True, True),
+            ("bnbs", "nvme", False, "auto"),
+        ],
         itertools.product(["bbbs", "bbk", "bnbs", "snb"], ["cpu", "nvme"], [True, False], ["auto", True]),
     ),
 )
@@ -164,6 +174,156 @@ def test_offloaded(pool: Pool, tmp_path: Path, script: str, place: str, apart: b
     """``apart``: the accumulators are in host memory, or files, of a device with memory of its own."""
     where = {"device": place, "overlap_step": overlap, **({"nvme_path": str(tmp_path)} if place == "nvme" else {})}
     pool.run(4, _train, script, 3, "sgd", {**PAIRS, **RELEASE, "offload_optimizer": where}, apart, env=SOCKETS)
+
+
+def _with_experts(stage: int, optimizer: str, shards: int, script: str) -> None:
+    """Experts on two ranks; those with the same experts have replicas of their own."""
+    run = start(stage, 2, optimizer, lambda: Mixture().double(), {"mics_shard_size": shards})
+    reference = Mixture(dense=True).double()
+    expected = OPTIMIZERS[optimizer](reference.parameters())
+    crossing = [bucket for bucket in run.engine.buckets if bucket.group.mesh.shards < bucket.group.size]
+    for step in range(STEPS):
+        run.optimizer.zero_grad()
+        expected.zero_grad()
+        with counted(run.engine) as sums:
+            for number, op in enumerate(script):
+                micro = len(script) * step + number
+                with run.engine.no_sync() if op == "b" else nullcontext():
+                    _mixture_loss(run.model, micro, dist.get_rank()).backward()
+                for other in range(dist.get_world_size()):
+                    (_mixture_loss(reference, micro, other) / dist.get_world_size()).backward()
+            run.optimizer.step()
+        expected.step()
+        assert len(sums) == len(crossing), (shards, sums)
+        for name, value in all_weights(run.engine).items():
+            want = reference.get_parameter(name).detach()
+            torch.testing.assert_close(value, want, rtol=1e-11, atol=1e-13, msg=f"{name}, step {step}")
+    of_experts = {run.engine.owner[id(p)][0] for name, p in run.model.named_parameters() if ".experts." in name}
+    assert of_experts & set(crossing) if shards == 1 else not of_experts & set(crossing)
+    assert set(crossing) - of_experts
+
+
+def _mixture_loss(model: Mixture, micro: int, rank: int) -> Tensor:
+    x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(10 * micro + rank), dtype=torch.float64)
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "shards", "script"),
+    only_rows(
+        [(3, "sgd", 2, "bbs"), (2, "sgd", 1, "bbs"), (3, "adamw", 1, "bbb")],
+        itertools.product([2, 3], ["sgd", "adamw"], [2, 1], ["bbs", "bbb", "bs"]),
+    ),
+)
+def test_experts(pool: Pool, stage: int, optimizer: str, shards: int, script: str) -> None:
+    pool.run(4, _with_experts, stage, optimizer, shards, script, env=SOCKETS)
+
+
+MICRO = 3
+
+
+def _saved_in_a_window(folder: str, stage: int, zero: dict[str, Any], dtype: torch.dtype) -> None:
+    """A loop saves after the first of three micro-batches, goes on, and resumes from there on other shard groups."""
+    ranks, rank = range(dist.get_world_size()), dist.get_rank()
+    torch.manual_seed(0)
+    reference = Net().to(dtype)
+    expected = OPTIMIZERS["sgd"](reference.parameters())
+    engine = _loop(stage, zero, dtype)
+    wanted: list[dict[str, Tensor]] = []
+    for step in range(STEPS):
+        with counted(engine.engine) as sums:
+            for micro in range(MICRO):
+                engine.backward(next_token_loss(engine, step, micro, rank))
+                engine.step()
+                for other in ranks:
+                    (next_token_loss(reference, step, micro, other) / (len(ranks) * MICRO)).backward()
+                if micro == 0:
+                    engine.save_checkpoint(folder, f"in {step}")
+                    assert not sums, "a save needs no gradients"
+        expected.step()
+        expected.zero_grad()
+        wanted.append({name: value.detach().clone() for name, value in reference.named_parameters()})
+        assert len(sums) == len(engine.engine.buckets)
+        _require(engine.engine, wanted[-1], f"step {step}")
+    engine.destroy()
+    engine = _loop(stage, {"mics_shard_size": 1}, dtype)
+    engine.load_checkpoint(folder, f"in {STEPS - 1}")
+    _require(engine.engine, wanted[-2], "loaded")
+    for micro in range(MICRO):  # its window begins anew
+        engine.backward(next_token_loss(engine, STEPS - 1, micro, rank))
+        engine.step()
+    _require(engine.engine, wanted[-1], "resumed")
+    engine.destroy()
+
+
+def _loop(stage: int, zero: dict[str, Any], dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    block = {"stage": stage, "stage3_param_persistence_threshold": 0, **(RELEASE if stage == 3 else {}), **zero}
+    config = {"zero_optimization": block, "gradient_accumulation_steps": MICRO, "train_micro_batch_size_per_gpu": 3}
+    return lt_zero.initialize(model=model, optimizer=OPTIMIZERS["sgd"](model.parameters()), config=config)[0]
+
+
+def _require(engine: Engine, wanted: dict[str, Tensor], when: str) -> None:
+    for name, value in full_values(engine).items():
+        close = {"rtol": 1e-11, "atol": 1e-13} if value.dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(value, wanted[name], msg=f"{name}, {when}", **close)
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    only_rows([(2, False), (3, True)], itertools.product([2, 3], [False, True])),
+)
+def test_a_save_in_the_middle_of_a_window(pool: Pool, tmp_path: Path, stage: int, offload: bool) -> None:
+    """``offload``: to files, whose steps run beside the next forward."""
+    where = {"device": "nvme", "nvme_path": str(tmp_path), "overlap_step": True}
+    zero = {**PAIRS, "offload_optimizer": where} if offload else PAIRS
+    dtype = torch.float32 if offload else torch.float64  # kernels step that
+    pool.run(4, _saved_in_a_window, str(tmp_path / "saved"), stage, zero, dtype, env=SOCKETS)
+
+
+def _beside_backward(folder: str) -> int:
+    """Step buckets beside the last backward of a window, in fp32; returns how many were.
+
+    The weights are those of one process after each step.
+    """
+    early, landed = 0, Overlap._landed
+
+    def counts(self: Overlap, bucket: Bucket) -> bool:
+        nonlocal early
+        stepped = landed(self, bucket)
+        early += stepped
+        return stepped
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    model = Net()
+    reference = copy.deepcopy(model)
+    where = {"device": "nvme", "nvme_path": folder, "overlap_step": True}
+    engine = lt_zero.shard(model, config_of(3, {**PAIRS, **RELEASE, "offload_optimizer": where}))
+    made = OPTIMIZERS["sgd"](model.parameters())
+    expected = OPTIMIZERS["sgd"](reference.parameters())
+    owner = lt_zero.ShardedOptimizer(engine, made)
+    for step in range(STEPS):
+        made.zero_grad()
+        expected.zero_grad()
+        with counted(engine) as sums, mock.patch.object(Overlap, "_landed", counts):
+            for micro in range(MICRO):
+                loss = next_token_loss(model, step, micro, rank)
+                with engine.no_sync() if micro < MICRO - 1 else owner.overlap.beside_backward():
+                    loss.backward()
+                for other in range(world):
+                    (next_token_loss(reference, step, micro, other) / world).backward()
+            made.step()
+        expected.step()
+        assert len(sums) == len(engine.buckets)
+        _require(engine, {name: p.detach() for name, p in reference.named_parameters()}, f"step {step}")
+    engine.offload_manager.close()
+    return early
+
+
+def test_a_step_beside_backward_waits_for_the_sums(pool: Pool, tmp_path: Path) -> None:
+    assert all(early > 0 for early in pool.run(4, _beside_backward, str(tmp_path), env=SOCKETS))
 
 
 def _own_part() -> None:

@@ -9,23 +9,28 @@ import re
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 from typer.testing import CliRunner
 
 import lt_zero
 from lt_zero import NotEnoughMemory, Sizes, ZeroConfig, ZeroStrategy
 from lt_zero.cli import app
+from lt_zero.comm.process_groups import Communicators
 from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.tables import show
-from lt_zero.common.units import GB
+from lt_zero.common.units import GB, format_bytes
 from lt_zero.engine.bucket import Bucket
+from lt_zero.lightning.model_report import unit_table
 from lt_zero.planning import Machine, cheapest, check, check_host_memory, limits
-from lt_zero.planning.estimate import settings, settings_table
+from lt_zero.planning.communicators import NBYTES
+from lt_zero.planning.estimate import misfit, settings, settings_table
 from lt_zero.planning.limits import Available, cgroup_limits, host_memory
 from tests.support.lightning_tools import GPT, QUIET
 from tests.support.models import Net
@@ -99,6 +104,39 @@ def test_this_machine() -> None:
     assert host_memory().nbytes > 0
     with pytest.raises(ValueError, match="max_cpu_gb"):
         ZeroConfig.of({"max_cpu_gb": 0})
+
+
+def test_the_report_says_what_communicators_have_taken() -> None:
+    """A shortage of the GPU's memory, too."""
+    engine = lt_zero.shard(nn.Linear(5, 3), ZeroConfig.of({"zero_optimization": {"stage": 2}}))
+    texts = []
+    for known in (Communicators(), Communicators(7, 1_200_000_000)):
+        engine.world.communicators = known
+        file = io.StringIO()
+        unit_table(engine, Console(file=file))
+        cast = lt_zero.estimate(1e6, {"zero_optimization": {"stage": 2}})
+        with mock.patch.object(limits, "device_memory", return_value=Available(10, "free memory of a GPU")):
+            texts.append((file.getvalue(), check._gpu_problem(cast, list(cast.phases), 0, engine.world)))
+    engine.detach()
+    assert not any("communicators" in text for text in texts[0])
+    assert "1.20 GB of 7 communicators are taken of this rank's cpu memory" in texts[1][0]
+    assert "free memory of a GPU, without 1.20 GB of 7 communicators" in texts[1][1]
+
+
+def test_a_gpu_needs_room_for_nccl() -> None:
+    """Beside what the engine allocates, and none for one rank or on CPUs."""
+    config = {"zero_optimization": {"stage": 1}}
+    cast = lt_zero.estimate(1e9, config, world=8)
+    assert cast.communicators == 3 * NBYTES
+    assert "NCCL: 3 communicators of about 308.28 MB on each GPU" in str(cast)
+    room = cast.rank("device") + cast.communicators
+    assert misfit(cast, Machine(None, device=room)) == ""
+    problem = misfit(cast, Machine(None, device=room - 1))
+    assert problem.startswith(f"GPU: {format_bytes(room)} needed")
+    assert problem.endswith("; NCCL, 924.84 MB)")
+    for alone in (lt_zero.estimate(1e9, config, world=1), lt_zero.estimate(1e9, config, world=8, device="cpu")):
+        assert alone.communicators == 0
+        assert "NCCL" not in str(alone)
 
 
 def test_the_error_says_what_is_missing() -> None:

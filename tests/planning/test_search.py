@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
+from lt_zero.common.console import Console
 from lt_zero.config import ZeroConfig
 from lt_zero.config.load import examine
 from lt_zero.planning.estimate import Setting, settings
 from lt_zero.planning.search import Measured, Outcome, Tuner, TuningError, choose
 from lt_zero.planning.search_space import Candidate, Facts, Plan, configured
-from lt_zero.planning.tune_cli import text_of
+from lt_zero.planning.tune_cli import print_table, text_of
 
 BASE: dict[str, Any] = {"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}
 LADDER = [setting for setting in settings("cpu") if "nvme" not in setting.places]
@@ -31,7 +33,7 @@ def facts(base: dict[str, Any] | None = None, **changes: Any) -> Facts:
         if bucket is None or setting.stage < 3
     )
     given: dict[str, Any] = {"micro": None, "accumulation": 1, "loop": False, "bare": 50, "unrepeated": ""}
-    return Facts("cpu", 2, base or BASE, plans=plans, **{**given, **changes})
+    return Facts("cpu", 2, base or BASE, **{**given, "plans": plans, **changes})
 
 
 class Script:
@@ -91,6 +93,45 @@ def test_the_suggestion_is_near_the_best_of_all(seed: int) -> None:
     found = tuner.exhaust(chosen)
     assert script.seconds(found) <= 1.05 * best
     assert set(script.runs) == set(tuner.everything())
+
+
+MICS = ("zero_optimization.mics_shard_size=64",)
+BF16 = ("communication_data_type=bf16",)
+
+
+def _many(sharing: float, rounding: float) -> tuple[Tuner, Candidate, list[Candidate]]:
+    """The tuner of 128 shards, its suggestion, and what is faster with other results. Times with either, relative."""
+
+    def seconds(candidate: Candidate) -> float:
+        known = (sharing if candidate.sharing else 1.0) * (rounding if candidate.rounding else 1.0)
+        return known * by_stage(candidate)
+
+    plain = facts().plans
+    groups = tuple(replace(plan, sharing=MICS) for plan in plain if plan.setting.stage > 0)
+    script = Script(seconds, plans=(*plain, *groups), rounding=(BF16,))
+    tuner, chosen = tuned(script)
+    return tuner, chosen, list(tuner.with_rounding(chosen))
+
+
+def test_shard_groups_are_tried_and_written() -> None:
+    tuner, chosen, others = _many(sharing=0.8, rounding=1.0)
+    assert (chosen.setting, chosen.sharing, chosen.rounding) == (Setting(1), MICS, ())
+    assert yaml.safe_load(text_of(tuner, chosen))["zero_optimization"]["mics_shard_size"] == 64
+    assert str(chosen) == "stage 1, mics_shard_size: 64"
+    assert others == []
+    assert _many(sharing=1.1, rounding=1.0)[1].sharing == ()
+
+
+def test_what_changes_results_is_told_and_not_written() -> None:
+    tuner, chosen, (other,) = _many(sharing=0.8, rounding=0.9)
+    assert (other.sharing, other.rounding) == (MICS, BF16)
+    assert tuner.ratio(other, chosen) == pytest.approx(0.9)
+    assert len(tuner.measured[other].runs) == 3, "as often as a finalist"
+    assert "communication_data_type" not in yaml.safe_load(text_of(tuner, chosen))
+    out = io.StringIO()
+    print_table(tuner, chosen, Console(file=out, width=200), 0.0)
+    assert "mics_shard_size=64" in out.getvalue()
+    assert "~ communication_data_type=bf16" in out.getvalue()
 
 
 def test_what_cannot_fit_is_never_run() -> None:

@@ -23,13 +23,14 @@ from lt_zero.config.load import ConfigWarning, examine
 from lt_zero.lightning.function_trial import made_by
 from lt_zero.parallel import Pipeline, PipelineModule
 from lt_zero.planning.estimate import Setting
-from lt_zero.planning.search_space import Facts, configured
+from lt_zero.planning.search_space import Facts, choices_of, configured, plans_of
 from lt_zero.planning.sizes import stages_of_module
 from lt_zero.planning.trial import Order
 from tests.support.lightning_tools import QUIET
 from tests.support.paths import ROOT
 from tests.support.pipelines import batch, mean_loss, specs
 from tests.support.pool import Pool
+from tests.support.simulated import one_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::lt_zero.config.load.ConfigWarning")
 STEPS = 1 + 1 + 2  # the first, the warm-up, and those that are timed
@@ -151,6 +152,37 @@ def test_plans_of_two_ranks(tmp_path: Path, pool: Pool) -> None:
     assert needs == sorted(needs, reverse=True)
     assert needs[0] > max(361_200 * 4 * 4, needs[-1]), "weights, gradients, two moments"
     assert all(plan.most >= plan.running for plan in facts.plans)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sharing"),
+    [
+        (128, {"zero_optimization.mics_shard_size=64", "zero_optimization.zero_hpz_partition_size=8"}),
+        (64, {"zero_optimization.zero_hpz_partition_size=8"}),
+        (32, set()),
+    ],
+)
+def test_plans_of_many_shards(ranks: int, sharing: set[str], tmp_path: Path) -> None:
+    """On nodes of eight, those of shard groups and of second copies, in each setting that can have them."""
+    with one_of(ranks, torch.device("cpu")) as group:
+        group.nodes = [list(range(first, first + 8)) for first in range(0, ranks, 8)]
+        net = nn.Sequential(*(nn.Linear(300, 300) for _ in range(3)))
+        made = lt_zero.ZeroConfig.of({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})
+        engine = lt_zero.shard(net, made, torch.device("cpu"), group=group)
+        lt_zero.ShardedOptimizer(engine, torch.optim.AdamW(net.parameters()))
+        plans = tuple(plans_of(engine, made, False, None))
+        inexact = tuple(choice.keys for choice in choices_of(engine, made) if not choice.exact)
+    assert {key for plan in plans for key in plan.sharing} == sharing
+    assert not any(plan.problem for plan in plans)
+    assert inexact == ((("communication_data_type=bf16",),) if ranks >= 64 else ())
+    least = {(plan.setting, plan.sharing): plan.running for plan in plans if plan.bucket is None}
+    for key in sharing:
+        stages = {setting.stage for setting, keys in least if key in keys}
+        assert stages == ({3} if "hpz" in key else {1, 2, 3})
+        assert least[Setting(3), (key,)] > least[Setting(3), ()], "more is kept"
+    told = Facts("cpu", ranks, {}, None, 1, False, 0, "", plans, rounding=inexact)
+    told.write(tmp_path / "facts.json")
+    assert Facts.read(tmp_path / "facts.json") == told
 
 
 RULES = [

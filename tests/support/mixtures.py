@@ -137,11 +137,14 @@ class MixtureRun(NamedTuple):
         archive.close()
 
 
-def start(stage: int, size: int, optimizer: str, model: Callable[[], Any] = Mixture) -> MixtureRun:
-    """A run whose experts are on ``size`` ranks."""
+def start(
+    stage: int, size: int, optimizer: str, model: Callable[[], Any] = Mixture, zero: dict[str, Any] | None = None
+) -> MixtureRun:
+    """A run whose experts are on ``size`` ranks. ``zero``: further keys of zero_optimization."""
     world, made = World.join(CPU), model()
-    config, given = config_of(stage, RELEASE if stage == 3 else {}), dict[str, Any]()
+    config, given = config_of(stage, {**(RELEASE if stage == 3 else {}), **(zero or {})}), dict[str, Any]()
     everyone = ShardGroup.of_all(world)
+    everyone.configure(config)
     if size > 1:
         mesh = ParallelMesh(ParallelSizes(world.size, expert=size), world)
         mesh.cut(made, config)

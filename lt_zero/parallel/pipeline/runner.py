@@ -41,7 +41,7 @@ from torch.distributed.pipelining import (
 )
 
 from lt_zero.comm.point_to_point import transfers_over, watched
-from lt_zero.comm.shard_group import ShardGroup
+from lt_zero.comm.ranks import Ranks
 from lt_zero.common import accelerator
 from lt_zero.common.errors import add_note
 from lt_zero.common.module_hooks import ProcessLocal
@@ -96,7 +96,7 @@ class Runner(ProcessLocal):
         self,
         pipeline: Pipeline,
         engine: Engine,
-        row: ShardGroup,
+        row: Ranks,
         group: Any,
         data_rank: int,
         data_ranks: int,
