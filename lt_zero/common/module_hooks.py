@@ -82,6 +82,14 @@ def _leave_out() -> bool:
     return True
 
 
+# Torch's error says it where a graph has to be whole: in a strict export, and with fullgraph=True.
+_NO_GRAPH = (
+    "it is a hook of lt_zero, and gathers weights. To export the module, call `torch.export.export(module, ..., "
+    "strict=False)` inside of `with lt_zero.gathered(module):` on every rank, or load what "
+    "`trainer.strategy.export(path)` writes into a new module. To compile it, leave out `fullgraph=True`"
+)
+
+
 class Hook:
     """A function that is called as a hook of a module.
 
@@ -100,7 +108,7 @@ class Hook:
     def __init__(
         self, call: Callable[..., Any], preparation: Preparation | None = None, mark: str | None = None
     ) -> None:
-        self._call: Callable[..., Any] = torch.compiler.disable(call)
+        self._call: Callable[..., Any] = torch.compiler.disable(call, reason=_NO_GRAPH)
         self._preparation = preparation
         self._mark = mark
 

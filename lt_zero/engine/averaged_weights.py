@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -38,8 +38,14 @@ class AveragedWeights(ABC):
         """Buffers of the other kind than the model has now; {} for those that it has."""
 
     @abstractmethod
-    def load(self, state: Mapping[str, Any], updates: int) -> None:
-        """Take averages from a state dict of full tensors, which may be read on demand. Not collective."""
+    def load(self, state: Mapping[str, Any], averaged: Collection[str], updates: int) -> None:
+        """Take averages from a state dict of full tensors, which may be read on demand. Not collective.
+
+        Args:
+            state: averages, and weights that have none.
+            averaged: names of those that have.
+            updates: so many weights were averaged.
+        """
 
     @abstractmethod
     def showing(self, averaged: bool) -> AbstractContextManager[None]:

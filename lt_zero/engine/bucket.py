@@ -35,6 +35,7 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.work import Work
 from lt_zero.common import accelerator
 from lt_zero.common.compat import (
+    are_unchanged,
     assign_data,
     held_by_autograd,
     in_running_backward,
@@ -716,6 +717,8 @@ class InplaceEdits:
         self._in_forward = False  # the unit's forward runs
         self._read: dict[int, Tensor] = {}  # in which code has read ``p.data``: parameter -> its value before
         self._versions: list[int] = []
+        self._base = -1  # the address of the flat tensor with which ``_addresses`` were computed
+        self._addresses: list[int] = []
         self._digest: Tensor | None = None  # the digest of this rank's shard
         self._paused = False  # master weights are ahead of the compute copy
         # Forwards with and without gradients whose values are still to be compared.
@@ -785,6 +788,8 @@ class InplaceEdits:
         if released:
             self._read = {}
             self._in_forward = False
+        if searched and not self.handed_out and self._sums is None:
+            return
         if self._sharded:
             edited = [bucket.layout.spans[i].name for i in (() if searched else self._changed_by_assignment())]
         else:
@@ -836,14 +841,13 @@ class InplaceEdits:
         self._read = {}
         self._in_forward = False
         bucket = self._bucket
+        # It comes first, since it is all that most forwards need: parameters that cannot be read are sentinels.
+        if not read and are_unchanged(bucket.params, self._versions, self._own_addresses()):
+            return []
         if not bucket.readable:
             return []
-        versions = versions_of(bucket.params)
-        assigned = self.assigned()
-        if not read and not assigned and versions == self._versions:
-            return []
         with torch.no_grad():
-            return self._find(read, versions)
+            return self._find(read, versions_of(bucket.params))
 
     def _find(self, read: dict[int, Tensor], versions: list[int]) -> list[int]:
         """The numbers of parameters that a forward has edited; keeps what it has assigned.
@@ -898,8 +902,16 @@ class InplaceEdits:
             return []
         with without_torch_function():
             held = [parameter.data_ptr() for parameter in self._bucket.params]
-            own = [view.data_ptr() for view in self._bucket.param_views]
+        own = self._own_addresses()
         return [i for i, (one, other) in enumerate(zip(held, own, strict=True)) if one != other] if held != own else []
+
+    def _own_addresses(self) -> list[int]:
+        """The addresses of the parameters' views. A gather may put the flat tensor somewhere else."""
+        base = self._bucket.flat.data_ptr()
+        if base != self._base:
+            self._base = base
+            self._addresses = [view.data_ptr() for view in self._bucket.param_views]
+        return self._addresses
 
     def _changed_by_assignment(self) -> list[int]:
         """Numbers of parameters that were assigned other values; a recomputed forward assigns the same ones again."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -311,21 +311,22 @@ class Progress:
         residuals: gradients that ranks owe to the weights.
         rank_buffers: buffers of each rank, where they differ.
         loss_scale: its state; {} if there is none.
-        averages: those of ``EMA``, and the number of their updates.
+        averages: the arguments of ``WeightAverage.load``.
     """
 
     stepped: bool
     residuals: Any = None
     rank_buffers: Any = None
     loss_scale: Mapping[str, Any] | None = None
-    averages: tuple[Mapping[str, Any], int] | None = None
+    averages: tuple[Mapping[str, Any], Collection[str], int] | None = None
 
     @classmethod
     def of(cls, checkpoint: Mapping[str, Any]) -> Progress:
         """Read it from a checkpoint dictionary, whichever face saved it."""
         averages = None
         if TRAINED_WEIGHTS in checkpoint:
-            averages = checkpoint["state_dict"], checkpoint[TRAINED_WEIGHTS]["updates"]
+            trained = checkpoint[TRAINED_WEIGHTS]
+            averages = checkpoint["state_dict"], trained["weights"].keys(), trained["updates"]
         kept = checkpoint.get(RESIDUALS), checkpoint.get(RANK_BUFFERS)
         return cls(stepped(checkpoint), *kept, loss_scale(checkpoint), averages)
 

@@ -4,6 +4,11 @@ Polyak and Juditsky, "Acceleration of stochastic approximation by averaging" (19
 update copies the weights, later ones are average = decay * average + (1 - decay) * weights, as in
 ``torch.optim.swa_utils.get_ema_avg_fn``.
 
+Note [Frozen weights]
+    Weights that are frozen have no average: it would be what they are. So if they are unfrozen after the first update,
+    their average begins as what they were while they were frozen, before the first step. Weights that are frozen again
+    keep their average, also after a resume, and it goes on towards them.
+
 Note [Averages in use]
     ``swap`` exchanges averages and weights, so that forward, validation and export see the averages, and back. If
     master weights are in 16 bits, rounded averages are put there, and the weights are kept in a copy meanwhile. So the
@@ -17,8 +22,9 @@ Note [After training]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +38,7 @@ from lt_zero.engine.bucket import Bucket, digest_of
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import sync_buffers
 from lt_zero.engine.lazy_tensor import elements_of
-from lt_zero.offload.store import Store
+from lt_zero.offload.store import Store, put_away
 
 # Keys of states of a bucket: the averages, and the weights while rounded averages are in their place.
 _EMA, _TRAINED = "ema", "trained"
@@ -58,7 +64,16 @@ class WeightAverage(AveragedWeights):
         self._buffers: dict[str, Tensor] = {}  # averages, or while they are in use the buffers themselves
         self.updates, self.swapped, self.finished = 0, False, False
         self._left: list[Tensor] = []  # digests of what ``finish`` left in the model
+        for bucket in engine.buckets:
+            bucket.weights.began_training = partial(self._unfreeze, bucket)
         engine.handles.append(self)
+
+    def _unfreeze(self, bucket: Bucket) -> None:
+        """Begin the average of weights that are about to be stepped for the first time. See Note [Frozen weights]."""
+        if self.updates:
+            averages = _add(bucket)
+            averages.overwrite().copy_(bucket.weights.values())
+            put_away([averages])
 
     def _buckets(self) -> Iterator[Bucket]:
         return (bucket for bucket in self._engine.buckets if bucket.weights.trains)
@@ -76,8 +91,7 @@ class WeightAverage(AveragedWeights):
         self._engine.same_on_ranks.note_value("the decay of the average of weights", decay)
         for bucket in self._buckets():
             weights, averages = bucket.weights.values(), self.averages(bucket)
-            # It is the first update, or the parameters were unfrozen since the last one.
-            if averages is None:
+            if averages is None:  # it is the first update
                 averages = _add(bucket)
                 averages.overwrite().copy_(weights)
             else:
@@ -127,8 +141,10 @@ class WeightAverage(AveragedWeights):
             master.copy_(average)
             average.copy_(before)
         elif self.swapped:
-            master.copy_(bucket.beside[_TRAINED].read())
-            bucket.drop_beside(_TRAINED)
+            # Weights that were unfrozen meanwhile have not been exchanged.
+            if (trained := bucket.beside.get(_TRAINED)) is not None:
+                master.copy_(trained.read())
+                bucket.drop_beside(_TRAINED)
         else:
             bucket.add_beside(_TRAINED, master.dtype).overwrite().copy_(master)
             master.copy_(average)
@@ -186,6 +202,7 @@ class WeightAverage(AveragedWeights):
         for bucket in self._engine.buckets:
             bucket.drop_beside(_EMA)
             bucket.drop_beside(_TRAINED)
+            bucket.weights.began_training = None
         self._buffers.clear()
         if self in self._engine.handles:
             self._engine.handles.remove(self)
@@ -208,12 +225,18 @@ class WeightAverage(AveragedWeights):
 
     @override
     @torch.no_grad()
-    def load(self, state: Mapping[str, Any], updates: int) -> None:
+    def load(self, state: Mapping[str, Any], averaged: Collection[str], updates: int) -> None:
         state = {clean_name(name): value for name, value in state.items()}
-        for bucket in self._buckets():
+        averaged = {clean_name(name) for name in averaged}
+        for bucket in self._engine.buckets:
             specs = [span.spec for span in bucket.layout.spans]
             if not all(spec.name in state for spec in specs):
                 continue
+            if not bucket.weights.trains:
+                if not all(spec.name in averaged for spec in specs):
+                    continue
+                # They were trained when the checkpoint was saved, and are frozen now.
+                bucket.weights.enable_training(bucket.name)
             rows = _add(bucket).overwrite()
             # No parameter has the elements of gaps, and digests of weights cover them after a swap.
             rows.zero_()

@@ -193,7 +193,17 @@ def _exports(module: GPT, folder: str) -> None:
         pytest.raises(RuntimeError, match=r"GPT is called inside of torch\.jit\.trace.*lt_zero\.gathered\(module\)"),
     ):
         module.to_onnx(f"{folder}/{dist.get_rank()}.onnx", tokens, dynamo=False)
+    remedy = r"strict=False\)` inside of `with lt_zero\.gathered\(module\):.*trainer\.strategy\.export\(path\)"
+    with pytest.raises(RuntimeError, match=remedy):
+        torch.export.export(module, tokens, strict=True)
+    for copied in (copy.deepcopy, AveragedModel, pickle.dumps):
+        with pytest.raises(RuntimeError, match=r"lt_zero\.gathered.*trainer\.strategy\.export\(path\)"):
+            copied(module)
     with lt_zero.gathered(module):
+        with pytest.raises(RuntimeError, match=remedy):
+            torch.export.export(module.net, tokens, strict=True)
+        for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), AveragedModel(module).module):
+            assert_same(_plain(other.double().float()), _plain(module), 0, 0)
         logits = torch.export.export(module.net, tokens).module()(*tokens)
         torch.testing.assert_close(logits, module.net(*tokens))
         AveragedModel(GPT()).update_parameters(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
+from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import EMA
 from lt_zero.engine.averaged_weights import average_of
-from tests.support.lightning_tools import GPT, QUIET, sharded_trainer, single_trainer
+from tests.support.lightning_tools import GPT, QUIET, sharded_trainer, single_trainer, torchrun_env, trust
 from tests.support.matrix import only_rows
 from tests.support.pool import Pool
 
@@ -116,6 +117,105 @@ def test_it_is_lightnings(pool: Pool, tmp_path: Path) -> None:
     assert seen == pytest.approx(model.seen, rel=1e-5)
     found = torch.load(tmp_path / "all.pt", weights_only=True)
     _close(found, {name: value for name, value in model.state_dict().items() if name != "counts"})
+
+
+def _beside_ddp(stage: int | None, zero: dict[str, Any], folder: str) -> list[float]:
+    """Losses of the validations in a fit, and of all that comes after it. ``stage``: None: DDP."""
+
+    def trainer_of(*callbacks: pl.Callback) -> pl.Trainer:
+        options = {**RUN, "callbacks": list(callbacks), "enable_checkpointing": bool(callbacks)}
+        if stage is not None:
+            return sharded_trainer(stage, zero, **options)
+        os.environ.update(torchrun_env())
+        return pl.Trainer(**{**QUIET, "strategy": "ddp", "devices": dist.get_world_size(), **options})
+
+    def tested(trainer: pl.Trainer, **given: Any) -> float:
+        return trainer.test(model, verbose=False, **given)[0]["test"]
+
+    average = EMA(decay=0.7) if stage is not None else pl.callbacks.EMAWeightAveraging(decay=0.7)
+    saves = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    trainer, model = trainer_of(average, saves), Model(dist.get_world_size())
+    trainer.fit(model)
+    trainer.validate(model, verbose=False)
+    after = tested(trainer)
+    other, epochs = trainer_of(), (1, 2)
+    by_other = [tested(other, ckpt_path=f"{folder}/epoch={epoch}.ckpt", **trust(False)) for epoch in epochs]
+    # With EMAWeightAveraging, the Trainer that has fitted tests a checkpoint with its trained weights, and any other
+    # Trainer with the averages.
+    by_same = by_other
+    if stage is not None:
+        by_same = [tested(trainer, ckpt_path=f"{folder}/epoch={epoch}.ckpt") for epoch in epochs]
+    return [*model.seen, after, *by_other, *by_same]
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    only_rows([(3, {})], itertools.product([0, 1, 2, 3], STATES[:2])),
+)
+def test_metrics_in_and_after_a_fit_are_those_of_ddp(
+    pool: Pool, tmp_path: Path, stage: int, zero: dict[str, Any]
+) -> None:
+    wanted = pool.run(2, _beside_ddp, None, {}, str(tmp_path / "ddp"))[0]
+    assert pool.run(2, _beside_ddp, stage, zero, str(tmp_path / "zero"))[0] == pytest.approx(wanted, rel=1e-5)
+
+
+class Tuned(Model):
+    """All of its blocks are trained, two of them from epoch 1 on."""
+
+    def __init__(self, world: int = 1) -> None:
+        super().__init__(world)
+        self.net.requires_grad_(True)
+
+    @property
+    def backbone(self) -> nn.Module:
+        return nn.ModuleList(self.net.blocks[:2])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+def _tuned(stage: int | None, device: str, folder: str) -> list[float]:
+    """Losses of a run, and of one that goes on with the checkpoint from after the epoch that has unfrozen blocks."""
+    found: list[float] = []
+    for resume in (None, f"{folder}/epoch=1.ckpt"):
+        saves = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+        tuning = BackboneFinetuning(1, lambda_func=lambda epoch: 1.5)
+        average = EMA(decay=0.7) if stage is not None else pl.callbacks.EMAWeightAveraging(decay=0.7)
+        options = {**RUN, "callbacks": [average, tuning, saves], "enable_checkpointing": True}
+        if stage is None:
+            trainer, model = single_trainer(**options), Tuned()
+        else:
+            zero = {"offload_optimizer": {"device": device, **({"nvme_path": folder} if device == "nvme" else {})}}
+            trainer, model = sharded_trainer(stage, zero, **options), Tuned(dist.get_world_size())
+        trainer.fit(model, ckpt_path=resume, **trust(False))
+        found += model.seen
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "device"), only_rows([(3, "nvme")], itertools.product([0, 1, 2, 3], ["none", "cpu", "nvme"]))
+)
+def test_weights_that_are_unfrozen_are_averaged_from_the_start(
+    pool: Pool, tmp_path: Path, stage: int, device: str
+) -> None:
+    wanted = _tuned(None, "none", str(tmp_path / "single"))
+    assert pool.run(2, _tuned, stage, device, str(tmp_path / "zero"))[0] == pytest.approx(wanted, rel=1e-6)
+
+
+def _before_the_first_update() -> None:
+    """Losses and weights are the same with an average that has not begun, and without the callback."""
+    found = []
+    for callbacks in ([], [EMA(decay=0.7, start_step=1000)]):
+        model, trainer = Model(dist.get_world_size()), sharded_trainer(3, callbacks=callbacks, **RUN)
+        trainer.fit(model)
+        found.append((model.seen, trainer.strategy.full_state_dict()))
+    (seen, whole), (others_seen, others) = found
+    assert others_seen == seen
+    assert all(torch.equal(others[name], value) for name, value in whole.items())
+
+
+def test_before_its_first_update_there_is_no_average(pool: Pool) -> None:
+    pool.run(2, _before_the_first_update)
 
 
 # ---- resuming --------------------------------------------------------------------------------------------------------

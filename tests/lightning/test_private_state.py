@@ -6,6 +6,7 @@ import array
 import csv
 import dataclasses
 import io
+import multiprocessing
 import random
 import socket
 import threading
@@ -172,6 +173,29 @@ class Closure(Passes):
         return drawn(self.step())
 
 
+class SpawnsSeeds(Passes):
+    """``entropy``: None: another one for each sampler."""
+
+    def __init__(self, entropy: Any) -> None:
+        self.seeds = np.random.SeedSequence(entropy)
+
+    def order(self) -> list[int]:
+        (child,) = self.seeds.spawn(1)
+        return drawn(int(child.generate_state(1)[0]))
+
+
+class SpawnsGenerators(Passes):
+    """``seed``: None: another one for each sampler."""
+
+    def __init__(self, seed: int | None) -> None:
+        self.generator = np.random.default_rng(seed)
+        self.same = self.generator  # another name, by which it has to be the same object
+
+    def order(self) -> list[int]:
+        (child,) = self.generator.spawn(1)
+        return drawn((int(child.integers(1 << 40)), int(self.same.integers(1 << 40))))
+
+
 class Mixed(Passes):
     """A dictionary with a count beside something else."""
 
@@ -187,6 +211,10 @@ class Mixed(Passes):
 def locked(value: Any) -> Any:
     value.setflags(write=False)
     return value
+
+
+def one_more(value: Any) -> None:
+    value.value += 1
 
 
 def changed(value: Any, step: Callable[[Any], Any]) -> Callable[[], Keeps]:
@@ -219,6 +247,13 @@ KINDS: dict[str, Callable[[], Passes]] = {
     "of inference": changed(lambda: torch.inference_mode()(torch.zeros)(3), lambda value: value + 1),
     "digits": changed(lambda: 10**5000, lambda value: value + 1),
     "user's dictionary": changed(lambda: UserDict(passes=0), lambda value: value.update(passes=value["passes"] + 1)),
+    "shared number": changed(lambda: multiprocessing.Value("q", 1 << 40), one_more),
+    "shared fraction": changed(lambda: multiprocessing.Value("d", 0.5), one_more),
+    "shared number without a lock": changed(lambda: multiprocessing.Value("i", 0, lock=False), one_more),
+    "seeds": lambda: SpawnsSeeds(5),
+    "many seeds": lambda: SpawnsSeeds([1 << 70, 3]),
+    "seeds of the system": lambda: SpawnsSeeds(None),
+    "generator that spawns": lambda: SpawnsGenerators(5),
     "made late": changed(lambda: None, lambda value: (value or 0) + 1),
 }
 
@@ -296,6 +331,27 @@ def test_a_stream_that_is_kept_in_a_generator_function_is_told() -> None:
     loader = DataLoader(range(COUNT), sampler=GoesOn(COUNT, 0, 1))
     reasons = list(inexact(loader, OwnState(loader, stateful=False), stateful=False))
     assert [reason.startswith("keeps its place in sampler.indices") for reason in reasons] == [True]
+
+
+def test_a_generator_with_seeds_of_the_system_goes_on_to_spawn_the_same_ones() -> None:
+    sampler, other = SpawnsGenerators(None), SpawnsGenerators(None)
+    want, got = (DataLoader(range(COUNT), sampler=one) for one in (sampler, other))  # type: ignore[arg-type]
+    list(want)
+    OwnState(got, stateful=False).set(OwnState(want, stateful=False).take())
+    assert other.generator.spawn(1)[0].integers(1 << 40) == sampler.generator.spawn(1)[0].integers(1 << 40)
+    assert other.generator.integers(1 << 40) == sampler.generator.integers(1 << 40)
+
+
+def test_a_count_in_shared_memory_of_another_object_belongs_to_the_process() -> None:
+    rank, other = (DataLoader(Shared(multiprocessing.Value("i", number))) for number in (0, 1))
+    OwnState(other, stateful=False).set(OwnState(rank, stateful=False).take())
+    assert other.dataset.number.value == 1  # type: ignore[attr-defined]
+
+
+def test_an_order_in_shared_memory_is_told() -> None:
+    loader = DataLoader(range(COUNT), sampler=Keeps(multiprocessing.Array("i", 4), lambda value: None))  # type: ignore[arg-type]
+    reasons = list(inexact(loader, OwnState(loader, stateful=False), stateful=False))
+    assert [reason.startswith("keeps its place in sampler.value ") for reason in reasons] == [True]
 
 
 # ---- objects that answer questions with errors, data or delays -------------------------------------------------------
@@ -468,6 +524,14 @@ def test_a_thread_may_change_what_is_looked_at() -> None:
             assert "sampler.passes" in own.take()
     finally:
         sampler.ends.set()
+
+
+class Shared(Dataset[int]):
+    def __init__(self, number: Any) -> None:
+        self.number = number
+
+    def __len__(self) -> int:
+        return COUNT
 
 
 class Answers(Dataset[int]):

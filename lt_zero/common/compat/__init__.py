@@ -12,7 +12,7 @@ import json
 import multiprocessing
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -557,6 +557,13 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """``version_of`` each tensor."""
     with without_torch_function():
         return [tensor._version for tensor in tensors]
+
+
+def are_unchanged(tensors: Sequence[torch.Tensor], versions: list[int], addresses: list[int]) -> bool:
+    """True if the ``tensors`` have these version counters, and these addresses of their data."""
+    with without_torch_function():
+        counted = [tensor._version for tensor in tensors]
+        return counted == versions and [tensor.data_ptr() for tensor in tensors] == addresses
 
 
 _DATA: Any = torch._C.TensorBase.data  # the descriptor

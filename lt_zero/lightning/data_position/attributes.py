@@ -8,11 +8,13 @@ read its items from a disk.
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from enum import Enum
 from itertools import islice
+from multiprocessing import sharedctypes
 from types import FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
@@ -20,11 +22,28 @@ MISSING: Any = object()  # no such value
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _MOST = 64  # items of a container
 _NAMES = (str, int, float, Enum, type(None))  # keys of dictionaries whose text is the same in another process
+# Numbers in memory that processes may share, with and without a lock: each has an attribute ``value``.
+_SHARED_NUMBERS = (
+    *(sharedctypes.Synchronized, ctypes.c_bool, ctypes.c_byte, ctypes.c_ubyte, ctypes.c_short, ctypes.c_ushort),
+    *(ctypes.c_int, ctypes.c_uint, ctypes.c_long, ctypes.c_ulong, ctypes.c_longlong, ctypes.c_ulonglong),
+    *(ctypes.c_float, ctypes.c_double),
+)
+_SHARED_ARRAYS = (sharedctypes.SynchronizedArray, ctypes.Array)
 
 
 def is_a(value: Any, kinds: type | tuple[type, ...]) -> bool:
     """``isinstance`` that does not ask the value for its ``__class__``, which may be a property that loads data."""
     return issubclass(type(value), kinds)
+
+
+def is_shared_number(value: Any) -> bool:
+    """True for a number of ``multiprocessing.Value``."""
+    return is_a(value, _SHARED_NUMBERS)
+
+
+def is_shared_array(value: Any) -> bool:
+    """True for what ``multiprocessing.Array`` makes."""
+    return is_a(value, _SHARED_ARRAYS)
 
 
 def asked(owner: Any, name: str) -> Any:
@@ -44,6 +63,8 @@ def held_by(owner: Any) -> Iterator[tuple[str, Any, Any]]:
         yield from [(str(number), number, value) for number, value in enumerate(items_of(owner, _MOST))]
     elif is_a(owner, functools.partial):
         yield from ((name, name, getattr(owner, name)) for name in ("func", "args", "keywords"))
+    elif is_shared_number(owner):
+        yield "value", "value", owner.value
     elif is_a(owner, MethodType):
         yield "__self__", "__self__", owner.__self__
     elif is_a(owner, FunctionType):
@@ -112,6 +133,8 @@ def read(owner: Any, key: Any) -> Any:
             return _cells(owner)[key].cell_contents
         except (KeyError, ValueError):  # an empty cell
             return MISSING
+    if is_shared_number(owner):
+        return owner.value
     attributes = _attributes(owner)
     if key in attributes:
         return attributes[key]
@@ -131,6 +154,8 @@ def write(owner: Any, key: Any, value: Any) -> None:
     elif is_a(owner, FunctionType):
         if key in _cells(owner):
             _cells(owner)[key].cell_contents = value
+    elif is_shared_number(owner):
+        owner.value = value
     elif key in (slots := slots_of(type(owner))):
         slots[key].__set__(owner, value)
     else:

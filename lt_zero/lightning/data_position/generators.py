@@ -1,4 +1,8 @@
-"""Generators of random numbers that samplers and data have of their own: torch's, numpy's and Python's."""
+"""Generators of random numbers that samplers and data have of their own: torch's, numpy's and Python's.
+
+numpy's sequences of seeds are among them: which seeds they spawn next depends on how many they have spawned. A
+generator that spawns others does it by its sequence.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random, np.random.SeedSequence)
 _NUMPY = {"MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"}  # generators of bits
 
 
@@ -26,6 +30,8 @@ def is_known(generator: Any) -> bool:
         return (kind.getstate, kind.setstate) == (random.Random.getstate, random.Random.setstate)
     if isinstance(generator, np.random.RandomState):
         return isinstance(generator._bit_generator, np.random.MT19937)
+    if isinstance(generator, np.random.SeedSequence):
+        return type(generator) is np.random.SeedSequence
     return not isinstance(generator, np.random.Generator) or type(generator.bit_generator).__name__ in _NUMPY
 
 
@@ -38,11 +44,18 @@ def packed(generator: Any) -> dict[str, Any]:
         return {"kind": "random", "state": torch.tensor(words, dtype=torch.int64), "more": [version, gauss]}
     if isinstance(generator, np.random.RandomState):
         return {"kind": "RandomState", "state": _plain(generator.get_state(legacy=False))}
-    return {"kind": "numpy", "state": _plain(generator.bit_generator.state)}
+    if isinstance(generator, np.random.SeedSequence):
+        return {"kind": "SeedSequence", "state": _of_seeds(generator)}
+    state = {"kind": "numpy", "state": _plain(generator.bit_generator.state)}
+    seeds = _seeds_of(generator)
+    return {**state, "seeds": _of_seeds(seeds)} if seeds is not None and seeds.n_children_spawned else state
 
 
-def unpack(generator: Any, saved: dict[str, Any]) -> None:
-    """Set a generator's state; one of another class is left as it is."""
+def unpack(generator: Any, saved: dict[str, Any]) -> Any:
+    """Set a generator's state, and return it, or another one that has to take its place.
+
+    One of another class is left as it is. How many seeds a sequence has spawned can be set in a new one only.
+    """
     kind = saved["kind"]
     state = saved["state"]
     if kind == "torch" and isinstance(generator, torch.Generator):
@@ -53,8 +66,13 @@ def unpack(generator: Any, saved: dict[str, Any]) -> None:
         generator.setstate((version, tuple(state.tolist()), gauss))
     elif kind == "RandomState" and isinstance(generator, np.random.RandomState):
         generator.set_state(_arrays(state))
+    elif kind == "SeedSequence" and isinstance(generator, np.random.SeedSequence):
+        return generator if _of_seeds(generator) == state else unpacked(saved)
     elif kind == "numpy" and isinstance(generator, np.random.Generator):
         generator.bit_generator.state = _arrays(state)
+        if "seeds" in saved and not _spawn_up_to(generator, saved["seeds"]):
+            return unpacked(saved)
+    return generator
 
 
 def unpacked(saved: dict[str, Any]) -> Any:
@@ -64,17 +82,20 @@ def unpacked(saved: dict[str, Any]) -> Any:
         LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError: no generator has such a state.
     """
     kind = saved["kind"]
+    state = saved["state"]
     if kind == "numpy":
-        bits = saved["state"]["bit_generator"]
+        bits = state["bit_generator"]
         if bits not in _NUMPY:
             raise ValueError(bits)
-        generator: Any = np.random.Generator(getattr(np.random, bits)())
+        seeds = _seed_sequence(saved["seeds"]) if "seeds" in saved else None
+        generator: Any = np.random.Generator(getattr(np.random, bits)(seeds))
+    elif kind == "SeedSequence":
+        return _seed_sequence(state)
     elif kind == "torch":
         generator = torch.Generator(saved.get("device", "cpu"))
     else:
         generator = {"random": random.Random, "RandomState": np.random.RandomState}[kind]()
-    unpack(generator, saved)
-    return generator
+    return unpack(generator, saved)
 
 
 def check(saved: dict[str, Any]) -> None:
@@ -85,6 +106,45 @@ def check(saved: dict[str, Any]) -> None:
     """
     if saved["kind"] != "torch" or saved.get("device", "cpu") == "cpu":
         unpacked(saved)
+
+
+def _seeds_of(generator: np.random.Generator) -> np.random.SeedSequence | None:
+    """The sequence by which a generator spawns others; None if it has none, or one of another class."""
+    seeds = getattr(generator.bit_generator, "seed_seq", None)  # numpy has it since 1.25, as ``Generator.spawn``
+    return seeds if type(seeds) is np.random.SeedSequence else None
+
+
+def _spawn_up_to(generator: np.random.Generator, saved: dict[str, Any]) -> bool:
+    """Let a generator spawn as many seeds as were saved; returns whether they are the same seeds."""
+    seeds = _seeds_of(generator)
+    if seeds is None:
+        return False
+    left = saved["spawned"] - seeds.n_children_spawned
+    if left > 0:
+        seeds.spawn(left)
+    return _of_seeds(seeds) == saved
+
+
+def _of_seeds(seeds: np.random.SeedSequence) -> dict[str, Any]:
+    """A sequence of seeds as plain containers; integers, which may have any number of bits, as text."""
+    entropy: Any = seeds.entropy
+    return {
+        "entropy": str(entropy) if isinstance(entropy, (int, np.integer)) else [str(word) for word in entropy],
+        "spawn_key": [str(word) for word in seeds.spawn_key],
+        "pool_size": seeds.pool_size,
+        "spawned": seeds.n_children_spawned,
+    }
+
+
+def _seed_sequence(saved: dict[str, Any]) -> np.random.SeedSequence:
+    """The inverse of ``_of_seeds``."""
+    entropy = saved["entropy"]
+    return np.random.SeedSequence(
+        int(entropy) if isinstance(entropy, str) else [int(word) for word in entropy],
+        spawn_key=tuple(int(word) for word in saved["spawn_key"]),
+        pool_size=saved["pool_size"],
+        n_children_spawned=saved["spawned"],
+    )
 
 
 def _plain(state: Any) -> Any:

@@ -47,9 +47,9 @@ def inexact(loader: object, own: OwnState, stateful: bool) -> Iterator[str]:
         )
     if own.hidden and not stateful:
         yield (
-            f"keeps its place in {', '.join(own.hidden)} (an iterator, a file that it reads, or a generator of an "
-            "unknown kind), which cannot be saved: a resumed run will see other samples. Make it in `__iter__`, or "
-            "give the loader `state_dict` and `load_state_dict`"
+            f"keeps its place in {', '.join(own.hidden)} (an iterator, a file that it reads, a shared array, or a "
+            "generator of an unknown kind), which cannot be saved: a resumed run will see other samples. Make it in "
+            "`__iter__`, or give the loader `state_dict` and `load_state_dict`"
         )
     workers = _workers(loader) > 0
     if workers and getattr(loader, "persistent_workers", False):

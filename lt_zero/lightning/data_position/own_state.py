@@ -8,18 +8,18 @@ Note [Private state]
     pass, from which the order of the pass follows, and as it is now, from which that of the next pass follows.
     The same walk finds the parts of a loader: samplers and datasets, also those that others wrap.
 
-    Counters and orders are numbers, texts, tensors, arrays, and containers of these, in attributes, ``__slots__`` and
-    closures; what cannot be changed (a tuple, a frozen dataclass) is replaced. They are saved where they have changed
-    since their object was first seen in this process: others, such as the number of a rank, belong to the process, and
-    earlier fits may have read a sampler. They are looked for in samplers, in iterable data sets, and in loaders that
-    are no DataLoader; the integers of other objects may be file descriptors or numbers of processes. What the first
-    pass makes is made at its path.
+    Counters and orders are numbers, texts, tensors, arrays, and containers of these, in attributes, ``__slots__``,
+    closures and memory that processes share (``multiprocessing.Value``); what cannot be changed (a tuple, a frozen
+    dataclass) is replaced. They are saved where they have changed since their object was first seen in this process:
+    others, such as the number of a rank, belong to the process, and earlier fits may have read a sampler. They are
+    looked for in samplers, in iterable data sets, and in loaders that are no DataLoader; the integers of other objects
+    may be file descriptors or numbers of processes. What the first pass makes is made at its path.
 
     A loader that resumes by itself also restores a sampler or a data set that has ``state_dict``, and its own
     attributes. Generators, and the counters and orders of samplers and iterable data sets that have none, are left.
 
-    Iterators and generator functions that an object keeps cannot be saved. A warning at the start of the run names
-    them.
+    Iterators, generator functions and shared arrays that an object keeps cannot be saved. A warning at the start of the
+    run names them.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ from lt_zero.lightning.data_position.attributes import (
     held_by,
     is_a,
     is_replaced,
+    is_shared_array,
+    is_shared_number,
     read,
     replaced,
     write,
@@ -204,10 +206,11 @@ class OwnState:
                 value = plain_values.restored(state["state"], place.value)
                 if value is not place.value:
                     _let_hold(walk, place.parent, place.key, value)
-            elif place.value is None:
-                _let_hold(walk, place.parent, place.key, generators.unpacked(state))
             else:
-                generators.unpack(place.value, state)
+                made = place.value is None
+                found = generators.unpacked(state) if made else generators.unpack(place.value, state)
+                if found is not place.value:
+                    _let_hold(walk, place.parent, place.key, found)
 
     def _to_be_made(self, path: str, walk: Walk) -> StatePlace | None:
         """The place of state that is made with the first pass: so far there is no attribute, or it is None."""
@@ -244,7 +247,7 @@ class OwnState:
                         walk.hidden.append(path)
                 seen.add(id(value))
                 continue
-            if _is_read_on(value) or (place.orders and _is_read_from(value)):
+            if _is_read_on(value) or (place.orders and (_is_read_from(value) or is_shared_array(value))):
                 walk.hidden.append(path)
                 continue
             if id(value) in seen or not _is_open(value) or len(seen) > MOST:
@@ -319,7 +322,7 @@ def _inner(value: Any) -> Iterator[tuple[str, Any, Any]]:
     yield from held_by(value)
     if is_a(value, FunctionType):
         yield from _globals(value)
-    elif not is_a(value, (dict, list, tuple, deque, functools.partial, MethodType)):
+    elif not (is_a(value, (dict, list, tuple, deque, functools.partial, MethodType)) or is_shared_number(value)):
         for kind in type(value).__mro__:
             if kind.__module__.split(".")[0] not in _CLOSED | {"builtins", "abc", "typing", "collections"}:
                 for method in list(kind.__dict__.values()):
@@ -421,6 +424,8 @@ def _is_open(value: Any) -> bool:
     """True if the attributes of an object are looked at."""
     if is_a(value, _LEAVES) or is_plain(value):
         return False
+    if is_shared_number(value):
+        return True
     module = type(value).__module__
     return module.startswith(_OPEN) or module.split(".")[0] not in _CLOSED
 
