@@ -597,8 +597,8 @@ def resampled_webdataset(folder: Path, **options: Any) -> Any:
 
     shuffle = wds.shuffle(5, initial=3, rng=random.Random(5))
     shards = wds.ResampledShards(_shards(folder), deterministic=True, seed=3)
-    data = wds.DataPipeline(shards, wds.tarfile_to_samples(), shuffle, wds.map(_row), wds.batched(BATCH))
-    return wds.WebLoader(data.with_epoch(6), batch_size=None, **options)
+    data = wds.DataPipeline(shards, wds.tarfile_to_samples(), shuffle, wds.map(_row))
+    return wds.WebLoader(data.with_epoch(6 * BATCH), batch_size=BATCH, **options)
 
 
 def web_loader(folder: Path, **options: Any) -> Any:

@@ -281,7 +281,7 @@ class OwnState:
         stage = _is_stage(place.owner if is_a(place.value, dict) else place.value)
         if not counted and not (stage and self._is_streamed(place.path)):
             return []
-        found = [held._replace(drawn=stage and held.key == "seed") for held in _values(place.path, place.value)]
+        found = [held._replace(drawn=stage and _has_seed(held)) for held in _values(place.path, place.value)]
         return [held for held in found if counted or held.drawn or type(held.value) is int]
 
     def _is_counted(self, path: str, value: Any, sampler: bool) -> bool:
@@ -376,6 +376,11 @@ def _is_read_from(value: Any) -> bool:
 def _is_stage(value: Any) -> bool:
     """True for a stage of webdataset's pipelines, also one of the user's, and for a pipeline itself."""
     return any(kind.__module__.split(".")[0] == "webdataset" for kind in type(value).__mro__)
+
+
+def _has_seed(place: StatePlace) -> bool:
+    """True for the seed of a stage of webdataset, or the arguments that it is among."""
+    return place.key == "seed" or (place.key == "kw" and is_a(place.value, dict) and "seed" in place.value)
 
 
 def _values(path: str, owner: Any) -> list[StatePlace]:
