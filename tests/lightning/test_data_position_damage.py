@@ -287,12 +287,16 @@ def test_another_number_of_workers_is_told(before: int, told: bool, tmp_path: Pa
     assert any(text in str(warning.message) for warning in found) == told
 
 
-def test_the_state_of_a_loader_with_other_workers_is_not_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That of torchdata's loader fails then. The order of a map-style data set is repeated without it."""
-    monkeypatch.setattr(Stateful, "load_state_dict", None, raising=False)
-    loader = functools.partial(Stateful, Noisy(), batch_size=4, shuffle=True)
+class WithoutWorkers(Stateful):
+    """Cannot read its state with another number of workers, as torchdata's."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError(state)
+
+
+def test_the_state_of_a_loader_with_other_workers_is_not_loaded(tmp_path: Path) -> None:
+    """The order of a map-style data set is repeated without it."""
+    loader = functools.partial(WithoutWorkers, Noisy(), batch_size=4, shuffle=True)
     whole = Model(loader)
     fit(whole, 1, max_epochs=1)
     checkpoint = _other_workers(tmp_path, loader)

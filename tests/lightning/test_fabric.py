@@ -360,13 +360,16 @@ LOADERS: dict[str, Any] = {
     "drawn": lambda: sampled(4, Drawing, kind=Reopening),
     "stream": lambda: stream(4, Placed, StatefulStream),
 }
-POINTS = [3, 6, 8]  # in the first pass, in the second, and after it
+POINTS = [3, 6, 8]  # in the first pass, in the second, and after its last batch
+ENDS = [0, 12]  # before the first pass, and between two
 
 
 def _reads_on(loader: Any, count: int, save: Any = None) -> list[Any]:
     """What a loop sees in batches of several passes, and random numbers that it draws beside."""
     seen: list[Any] = []
     while len(seen) < count:
+        if save is not None and len(seen) in ENDS:
+            save(len(seen))
         for batch in loader:
             seen.append((batch.tolist(), torch.rand(1).item(), random.random(), np.random.rand()))
             if save is not None and len(seen) in POINTS:
@@ -386,13 +389,13 @@ def _saves_places(folder: Path, kind: str) -> list[list[Any]]:
 
     torch.manual_seed(7 + dist.get_rank())
     seen = _reads_on(loader, 14, save)
-    return [seen[point:] for point in POINTS]
+    return [seen[point:] for point in POINTS + ENDS]
 
 
 def _loads_places(folder: Path, kind: str) -> list[list[Any]]:
     """What loops see that go on at the points, with loaders of their own."""
     found = []
-    for point in POINTS:
+    for point in POINTS + ENDS:
         fabric = _fabric(1)
         state: dict[str, Any] = {"loader": fabric.setup_dataloaders(LOADERS[kind]()), "random": None}
         fabric.load(folder / f"{point}", state)

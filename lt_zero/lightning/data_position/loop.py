@@ -63,9 +63,8 @@ class LoopLoader:
             CheckpointError: the place cannot be read.
         """
         if not isinstance(saved, dict) or PLACE not in saved:  # of another strategy
-            self._position.loader.load_state_dict(saved)
+            self._position.load(saved)
             return
-        state = {key: value for key, value in saved.items() if key != PLACE}
         packed = saved[PLACE] if isinstance(saved[PLACE], dict) else {}
         wrong = LoaderPlace.faults(packed.get("place")) + ([] if isinstance(packed.get("passes"), int) else ["passes"])
         if wrong:
@@ -74,6 +73,8 @@ class LoopLoader:
                 f"{PLACE!r} from the state of the loader to resume without it."
             )
         place = LoaderPlace.of(packed["place"], PLACE)
+        # A loader that was not read yet has told the state of a pass that it has begun to be able to tell one.
+        state = {key: value for key, value in saved.items() if key != PLACE} if place.openings > 0 else None
         self._pending = replace(place, state=state)
         self._given = saved
         self._passes = packed["passes"] - _is_inside(place)

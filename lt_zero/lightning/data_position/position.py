@@ -663,9 +663,9 @@ class LoaderPosition:
         self._loaded: Any = None  # the state that a stateful loader was given, until it is read
         self._last: Any = None  # its state at the end of the run
         self._set_up = False  # whether Lightning has opened it
-        self._of_workers: RandomStates | None = (
-            None  # from which the next pass draws their seed; None: the present ones
-        )
+        # From which the next pass draws the seed of its workers; None: the present ones.
+        self._of_workers: RandomStates | None = None
+        self._goes_on = False  # whether the next pass goes on from a state that the loader was given
 
     def open(self, make: Make) -> Iterator[Any]:
         feed = self._feed
@@ -706,8 +706,9 @@ class LoaderPosition:
         self.fetched = 0
         self.epochs, self.witness = self._epochs.state_dict(), None
         self.openings += 1
-        if self.stateful:
+        if self.stateful and not self._goes_on:
             _forget_loaded(self.loader)
+        self._goes_on = False
         return self._opened()
 
     def close(self) -> None:
@@ -815,6 +816,11 @@ class LoaderPosition:
         self.own.set(own_now)
         if not self.own.agrees(place.own_now):
             self.own.set(place.own_now, state_dicts=True)
+
+    def load(self, state: Any) -> None:
+        """Give a loader that resumes by itself a state that came without a place: its next pass goes on there."""
+        self.loader.load_state_dict(state)
+        self._goes_on = True
 
     def tell_epochs(self, epochs: dict[str, int]) -> None:
         """Tell parts of the loader, by their paths, an epoch."""
