@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from lt_zero.common.errors import CheckpointError
 from lt_zero.lightning.data_position.inexact import inexact
 from lt_zero.lightning.data_position.own_state import OwnState
+from lt_zero.lightning.data_position.position import Feed, LoaderPosition
 from lt_zero.lightning.data_position.random_state import RandomStates
 from tests.support.progress_tools import (
     CASES,
@@ -310,6 +311,18 @@ def _other_workers(folder: Path, loader: Callable[[], Any]) -> Path:
     checkpoint["lt_zero_progress"][0]["loaders"][0]["workers"] = 2
     torch.save(checkpoint, folder / "changed.ckpt")
     return folder / "changed.ckpt"
+
+
+def test_a_stream_of_hugging_face_begins_new_passes_at_its_begin() -> None:
+    """It keeps the state that it was given, and each pass would begin there."""
+    members = {"__module__": "datasets.iterable_dataset", "_starting_state_dict": None, "set_epoch": lambda epoch: None}
+    dataset: Any = type("IterableDataset", (Stream,), members)()
+    loader = Remembering(dataset, batch_size=4)
+    position = LoaderPosition(Feed(lambda: None, lambda: None), loader, 1)
+    dataset._starting_state_dict = {"place": 3}
+    position.open(lambda: iter(()))
+    position._new_pass()
+    assert dataset._starting_state_dict is None
 
 
 class Ends(Stream):

@@ -59,7 +59,7 @@ import os
 import re
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -707,7 +707,7 @@ class LoaderPosition:
         self.epochs, self.witness = self._epochs.state_dict(), None
         self.openings += 1
         if self.stateful and not self._goes_on:
-            _forget_loaded(self.loader)
+            _forget_loaded(self.loader, self.own.parts.values())
         self._goes_on = False
         return self._opened()
 
@@ -1066,14 +1066,18 @@ def _copied(value: Any) -> Any:
     return value.clone() if type(value) is torch.Tensor else copy.deepcopy(value)
 
 
-def _forget_loaded(loader: Any) -> None:
-    """Let a loader of litdata begin a new pass.
+def _forget_loaded(loader: Any, parts: Iterable[Any]) -> None:
+    """Let a loader of litdata, or of Hugging Face's streams, begin a new pass.
 
     Until one pass has been read to its end, which Lightning does not do, its passes go on from the state that was
     loaded, and are empty once that is the end of the data: a run with ``max_steps`` would never end.
     """
     if any(kind.__module__.startswith("litdata.") for kind in type(loader).__mro__):
         loader.restore = False
+    # Each pass of a stream begins at the state that it was given, until the user tells it another epoch.
+    for part in parts:
+        if type(part).__module__.split(".")[0] == "datasets" and asked(part, "_starting_state_dict") is not None:
+            part._starting_state_dict = None
 
 
 def _count_once(loader: Any, given: int) -> None:
