@@ -38,7 +38,8 @@ from lt_zero.engine.guard import owner_of
 from lt_zero.engine.materialize import ConstructionSharder
 from lt_zero.lightning.arguments import check_launch, explained, with_sizes_of_mesh
 from lt_zero.lightning.checkpoint_plugin import writes_directories
-from lt_zero.lightning.data_position.position import tracked
+from lt_zero.lightning.data_position.loop import LoopLoader
+from lt_zero.lightning.data_position.position import is_stateful, tracked
 from lt_zero.lightning.fabric_items import FabricItems, ShardedModule, optimizer_state, whole
 from lt_zero.lightning.launchers import FabricLauncher, choose_start, is_launched_alone
 from lt_zero.lightning.place import launched_place, place_of
@@ -248,19 +249,34 @@ class FabricZeroStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        """A loader; of the sequences of its batches the part of this rank, if they are cut."""
+        """A loader; of the sequences of its batches the part of this rank, if they are cut.
+
+        One that resumes by itself also saves what its order follows from; see data_position/loop.py.
+        """
         loader = super().process_dataloader(dataloader)
         session = self.session
-        if session.sequences is None:
-            return loader
+        name = type(loader).__name__
 
-        def open(make: Callable[[], Any]) -> Any:
+        def through(make: Callable[[], Any]) -> Any:
+            if session.sequences is None:
+                return make()
             module = next((engine.root for engine in session.engines if hasattr(engine.root, HOOK)), None)
             return (session.cut_batch(batch, module) for batch in make())
 
-        made = tracked(loader, open)
+        if is_stateful(loader):
+            ranks = int(self.distributed_sampler_kwargs["num_replicas"])
+            made = LoopLoader(loader, ranks, self.world.rank == 0, through).loader
+        elif session.sequences is None:
+            return loader
+        else:
+            made = tracked(loader, through)
         if made is None:
-            name = type(loader).__name__
+            if session.sequences is None:
+                log.warning(
+                    f"The loader {name} cannot be tracked: a resumed loop may see samples in another order. Use a "
+                    "loader whose class allows subclasses."
+                )
+                return loader
             raise TypeError(f"Batches of {name} cannot be cut. Pass a DataLoader, or call lt_zero.parallel.cut_batch.")
         return made
 

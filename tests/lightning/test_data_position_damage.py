@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from lt_zero.common.errors import CheckpointError
 from lt_zero.lightning.data_position.inexact import inexact
 from lt_zero.lightning.data_position.own_state import OwnState
+from lt_zero.lightning.data_position.position import Feed, LoaderPosition
 from lt_zero.lightning.data_position.random_state import RandomStates
 from tests.support.progress_tools import (
     CASES,
@@ -226,28 +227,119 @@ def _stage(kind: str, **attributes: Any) -> Any:
     return made
 
 
-def _shuffle(data: Any, bufsize: int) -> None:
-    """Stands for webdataset's function."""
+def _function(name: str) -> Any:
+    """Stands for one of webdataset's functions."""
+
+    def function(*args: Any) -> None: ...
+
+    function.__name__ = name
+    function.__module__ = "webdataset.filters"
+    return function
 
 
-_shuffle.__module__ = "webdataset.filters"
+def _shuffle(*args: Any, **kw: Any) -> Any:
+    return _stage("FilterFunction", f=_function("_shuffle"), args=args, kw=kw)
 
 
-def test_shuffles_of_webdataset_are_told_and_other_pipelines_are_not() -> None:
+def test_shuffles_of_webdataset_without_a_seed_are_told_and_other_pipelines_are_not() -> None:
     shards = _stage("SimpleShardList", seed=None)
-    in_order = [shards, _stage("FilterFunction", f=_shuffle, args=(False,), kw={}), _stage("StreamingOpen")]
-    for loader in (_webdataset(*in_order), _webdataset(shards, _stage("FilterFunction", f=len, args=(9,), kw={}))):
-        assert not list(inexact(loader, OwnState(loader, False), stateful=False))
-    for stage in (
+    in_order = [shards, _shuffle(False), _stage("StreamingOpen")]
+    repeated = [
         _stage("SimpleShardList", seed=3.0),
-        _stage("FilterFunction", f=_shuffle, args=(9,), kw={}),
-        _stage("FilterFunction", f=_shuffle, args=(), kw={"bufsize": 9}),
-        _stage("FilterFunction", f=_shuffle, args=(), kw={}),
-        _stage("ResampledShards"),
-    ):
+        _shuffle(9, seed=1),
+        _shuffle(9, 5, object()),
+        _stage("FilterFunction", f=len, args=(9,), kw={}),
+        _stage("ResampledShards", deterministic=True),
+        _stage("detshuffle", seed=0, epoch=-1),
+    ]
+    for stage in repeated:
+        loader = _webdataset(*in_order, stage)
+        assert not list(inexact(loader, OwnState(loader, False), stateful=False))
+    drawn = _stage("FilterFunction", f=_function("resampled_"), args=(), kw={})
+    shuffles = [_shuffle(9), _shuffle(bufsize=9), _shuffle(), _shuffle(9, seed=None)]
+    for stage in (*shuffles, drawn, _stage("ResampledShards"), _stage("DirectoryShardList")):
         loader = _webdataset(*in_order, stage)
         (reason,) = inexact(loader, OwnState(loader, False), stateful=False)
-        assert reason.startswith("is of webdataset, which shuffles")
+        assert reason.startswith("is of webdataset, and shuffles")
+
+
+def test_workers_of_a_web_loader_are_found() -> None:
+    """It is no DataLoader, and reads one."""
+    reader = DataLoader(Stream(), num_workers=2, persistent_workers=True)
+    loader = SimpleNamespace(pipeline=[reader, _shuffle(9, seed=1)])
+    (reason,) = inexact(loader, OwnState(loader, False), stateful=False)
+    assert reason.startswith("keeps its workers (persistent_workers=True), and its data set has no `state_dict`")
+
+
+def test_a_mixture_of_litdata_that_is_read_to_its_end_is_told() -> None:
+    loader = Remembering(Stream(), batch_size=4)
+    for whole in (True, False):
+        loader.dataset._iterate_over_all = whole  # type: ignore[attr-defined]
+        reasons = list(inexact(loader, OwnState(loader, True), stateful=True))
+        assert ["CombinedStreamingDataset" in reason for reason in reasons] == ([True] if whole else [])
+
+
+@pytest.mark.parametrize(("before", "told"), [(3, True), (1, False)])
+def test_another_number_of_workers_is_told(before: int, told: bool, tmp_path: Path) -> None:
+    """One worker reads the samples of a stream as none does, and three share them out."""
+    with warnings.catch_warnings(record=True) as found:
+        _resumed_from(_spoil(0, "loaders", 0, "workers", value=before), tmp_path, CASES["iterable"])
+    text = f"goes on with num_workers=0 in an epoch that num_workers={before} began"
+    assert any(text in str(warning.message) for warning in found) == told
+
+
+class WithoutWorkers(Stateful):
+    """Cannot read its state with another number of workers, as torchdata's."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError(state)
+
+
+def test_the_state_of_a_loader_with_other_workers_is_not_loaded(tmp_path: Path) -> None:
+    """The order of a map-style data set is repeated without it."""
+    loader = functools.partial(WithoutWorkers, Noisy(), batch_size=4, shuffle=True)
+    whole = Model(loader)
+    fit(whole, 1, max_epochs=1)
+    checkpoint = _other_workers(tmp_path, loader)
+    model = Model(loader)
+    fit(model, 2, checkpoint, max_epochs=1)
+    assert model.seen == whole.seen[2:]
+
+
+def _other_workers(folder: Path, loader: Callable[[], Any]) -> Path:
+    checkpoint = torch.load(io.BytesIO(_saved(loader)), weights_only=False)
+    checkpoint["lt_zero_progress"][0]["loaders"][0]["workers"] = 2
+    torch.save(checkpoint, folder / "changed.ckpt")
+    return folder / "changed.ckpt"
+
+
+def test_a_stream_of_hugging_face_begins_new_passes_at_its_begin() -> None:
+    """It keeps the state that it was given, and each pass would begin there."""
+    members = {"__module__": "datasets.iterable_dataset", "_starting_state_dict": None, "set_epoch": lambda epoch: None}
+    dataset: Any = type("IterableDataset", (Stream,), members)()
+    loader = Remembering(dataset, batch_size=4)
+    position = LoaderPosition(Feed(lambda: None, lambda: None), loader, 1)
+    dataset._starting_state_dict = {"place": 3}
+    position.open(lambda: iter(()))
+    position._new_pass()
+    assert dataset._starting_state_dict is None
+
+
+class Ends(Stream):
+    """Has samples in its first pass only, as a loader that goes on at its end."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.passes += 1
+        return super().__iter__() if self.passes == 1 else iter(())
+
+
+def test_a_run_without_batches_ends() -> None:
+    trainer = new_trainer(max_steps=99)
+    with pytest.raises(RuntimeError, match=r"The training loader DataLoader\(Ends\) gave no batch in 10 epochs on end"):
+        trainer.fit(Model(lambda: new_loader(Ends())))
+    assert trainer.global_step == 6
 
 
 def test_a_normal_number_that_waits_in_numpy_is_part_of_its_state() -> None:
@@ -322,6 +414,7 @@ def _spoil(*path: Any, value: Any = None) -> Callable[[Any], Any]:
         _spoil(0, "logged", value={}),
         _spoil(0, "loaders", 0, "epochs", value={"sampler": "x"}),
         _spoil(0, "loaders", 0, "witness", value=3),
+        _spoil(0, "loaders", 0, "workers", value="x"),
     ],
 )
 def test_damaged_states_are_named(change: Callable[[Any], Any], tmp_path: Path) -> None:

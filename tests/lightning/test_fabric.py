@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import random
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,11 +22,13 @@ from lt_zero import ConfigError, FabricZeroStrategy
 from lt_zero.checkpoint.native import rank_state
 from lt_zero.common.compat import is_compiled
 from lt_zero.common.errors import CheckpointError
+from lt_zero.lightning.data_position.loop import PLACE, LoopLoader
+from lt_zero.lightning.data_position.random_state import RandomStates
 from tests.support.lightning_tools import GPT, sharded_trainer, torchrun_env
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.pool import Pool
-from tests.support.resumes import Stateful
+from tests.support.resumes import Drawing, Placed, Reopening, Stateful, StatefulStream, rows, sampled, stream
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
@@ -349,6 +353,74 @@ def test_items_that_differ_between_ranks_are_those_of_the_rank(pool: Pool, tmp_p
     assert wanted[0] != wanted[1]
     assert pool.run(2, _loads_values, path, False) == wanted
     assert pool.run(3, _loads_values, path, True)[2] == wanted[0]
+
+
+LOADERS: dict[str, Any] = {
+    "by epoch": lambda: rows(4, kind=Stateful),
+    "drawn": lambda: sampled(4, Drawing, kind=Reopening),
+    "stream": lambda: stream(4, Placed, StatefulStream),
+}
+POINTS = [3, 6, 8]  # in the first pass, in the second, and after its last batch
+ENDS = [0, 12]  # before the first pass, and between two
+
+
+def _reads_on(loader: Any, count: int, save: Any = None) -> list[Any]:
+    """What a loop sees in batches of several passes, and random numbers that it draws beside."""
+    seen: list[Any] = []
+    while len(seen) < count:
+        if save is not None and len(seen) in ENDS:
+            save(len(seen))
+        for batch in loader:
+            seen.append((batch.tolist(), torch.rand(1).item(), random.random(), np.random.rand()))
+            if save is not None and len(seen) in POINTS:
+                save(len(seen))
+            if len(seen) == count:
+                break
+    return seen
+
+
+def _saves_places(folder: Path, kind: str) -> list[list[Any]]:
+    """What a loop sees after each of the points."""
+    fabric = _fabric(1)
+    loader = fabric.setup_dataloaders(LOADERS[kind]())
+
+    def save(point: int) -> None:
+        fabric.save(folder / f"{point}", {"loader": loader, "random": RandomStates.now().state_dict()})
+
+    torch.manual_seed(7 + dist.get_rank())
+    seen = _reads_on(loader, 14, save)
+    return [seen[point:] for point in POINTS + ENDS]
+
+
+def _loads_places(folder: Path, kind: str) -> list[list[Any]]:
+    """What loops see that go on at the points, with loaders of their own."""
+    found = []
+    for point in POINTS + ENDS:
+        fabric = _fabric(1)
+        state: dict[str, Any] = {"loader": fabric.setup_dataloaders(LOADERS[kind]()), "random": None}
+        fabric.load(folder / f"{point}", state)
+        fabric.save(folder / "again", state)  # before a batch was read
+        fabric.load(folder / "again", state)
+        RandomStates.of(state["random"], "random").apply()
+        found.append(_reads_on(state["loader"], 14 - point))
+    return found
+
+
+@pytest.mark.parametrize("kind", only(["by epoch"], LOADERS))
+def test_a_loader_goes_on_where_a_loop_has_saved_it(pool: Pool, tmp_path: Path, kind: str) -> None:
+    """With the epoch that Fabric counts, and without a random number that the run in one piece does not draw."""
+    want = pool.run(2, _saves_places, tmp_path, kind)
+    assert pool.run(2, _loads_places, tmp_path, kind) == want
+
+
+def test_a_place_of_a_loader_that_is_damaged_is_named() -> None:
+    made = LoopLoader(rows(4, kind=Stateful), 1, False, lambda make: make()).loader
+    assert isinstance(made, Stateful)
+    state = made.state_dict()
+    for change in ({"passes": None}, {"place": {**state[PLACE]["place"], "fetched": -1}}, {"place": 3}):
+        with pytest.raises(CheckpointError, match="lt_zero_place: .* of a loader cannot be read"):
+            made.load_state_dict({**state, PLACE: {**state[PLACE], **change}})
+    made.load_state_dict({key: value for key, value in state.items() if key != PLACE})  # as other strategies save it
 
 
 def _raw(path: str) -> None:

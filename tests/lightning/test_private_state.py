@@ -303,6 +303,59 @@ def test_a_stream_that_another_one_reads_is_restored() -> None:
     assert list(other) == list(want)
 
 
+class Stage:
+    """Stands for webdataset's class of stages, of which users make their own."""
+
+    __module__ = "webdataset.utils"
+
+
+class ByPass(Stage):
+    """A stage of the user's: shuffles by the number of its pass. It may hold samples, which are in no checkpoint."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+        self.cached: list[float] = []
+
+    def __call__(self, samples: list[int]) -> list[int]:
+        self.epoch += 1
+        self.cached = [float(sample) for sample in samples]
+        return random.Random(self.epoch).sample(samples, len(samples))
+
+
+class BySeed(Stage):
+    """Shuffles by an argument, which webdataset draws when the stage is made. Others may be functions."""
+
+    def __init__(self, seed: int, **arguments: Any) -> None:
+        self.kw = {"seed": seed, **arguments}
+
+    def __call__(self, samples: list[int]) -> list[int]:
+        return random.Random(self.kw["seed"]).sample(samples, len(samples))
+
+
+class Pipeline(IterableDataset[int]):
+    def __init__(self, seed: int) -> None:
+        self.pipeline = [BySeed(seed), BySeed(seed + 5, handler=print), ByPass()]
+
+    def __iter__(self) -> Iterator[int]:
+        samples = list(range(COUNT))
+        for stage in self.pipeline:
+            samples = stage(samples)
+        return iter(samples)
+
+
+def test_seeds_and_counters_of_stages_of_webdataset_are_restored() -> None:
+    first, second = (DataLoader(Pipeline(seed), batch_size=None) for seed in (3, 4))
+    own, other = (OwnState(loader, stateful=False) for loader in (first, second))
+    list(first)
+    (begin,) = own.needed(own.take())
+    names = {"0.kw", "1.kw.seed", "2.epoch"}
+    assert begin.keys() == {f"dataset.pipeline.{name}" for name in names}
+    want = list(first)
+    assert list(second) != want
+    other.set(begin)
+    assert list(second) == want
+
+
 def test_what_was_counted_in_an_earlier_run_is_saved() -> None:
     """In this process nothing has changed since the second run began, but a resumed run begins with a new sampler."""
     sampler = Slots()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -45,6 +45,11 @@ TWICE += [
     "torchdata, stream",
     "datasets, torchdata",
     "litdata, shuffled",
+    "litdata, weights",
+    "webdataset, by pass",
+    "torchdata, workers, windows",
+    "datasets, shuffled, workers",
+    "litdata, shuffled, workers",
 ]
 
 STATEFUL = [  # a loader or two for each way to keep state
@@ -54,51 +59,61 @@ STATEFUL = [  # a loader or two for each way to keep state
     *("epoch of a callback, max_steps", "max_size_cycle, stream last", "reloaded"),
     *("torchdata, Counting, own order", "torchdata, Around", "torchdata, weighted", "torchdata, stream"),
     *("torchdata, combined", "torchdata, Repeated", "datasets", "datasets, shuffled", "datasets, torchdata"),
-    *("litdata, shuffled", "litdata, max_steps", "webdataset"),
+    *("litdata, shuffled", "litdata, max_steps", "litdata, weights", "webdataset", "webdataset, by pass"),
+    *("datasets, mapped", "torchdata, workers, windows", "torchdata, stream, workers", "datasets, shuffled, workers"),
+    *("litdata, shuffled, workers", "webdataset, resampled, workers"),
 ]
 
 SECOND_FITS = ["shuffled", "weighted", "counting", "counting, reopened", "shuffling, reopened"]
 SECOND_FITS += ["stateful", "opened late", "epoch of a callback"]
 
 
-def skip_without_packages(name: str) -> None:
+@pytest.fixture(scope="module")
+def parents() -> Iterator[Pool]:
+    """Ranks that may start the workers of loaders."""
+    ranks = Pool(limit=600, parents=True)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def ranks(name: str, request: pytest.FixtureRequest) -> Pool:
+    """Ranks for a case; skips if a package that it reads with is missing."""
     for package in ("torchdata", "datasets", "litdata", "webdataset"):
-        if package in name and importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
+        if package in name:
+            pytest.importorskip(package)
+    found: Pool = request.getfixturevalue("parents" if "workers" in name else "pool")
+    return found
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "workers" not in name])
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.slow
-def test_every_loader_at_every_point(name: str, pool: Pool, tmp_path: Path) -> None:
-    skip_without_packages(name)
-    assert pool.run(2, differences, name, POINTS, tmp_path) == [[], []]
+def test_every_loader_at_every_point(name: str, ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(2, differences, name, POINTS, tmp_path) == [[], []]
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_a_cover_of_them(name: str, pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(2, differences, name, FAST[name], tmp_path) == [[], []]
+def test_a_cover_of_them(name: str, ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(2, differences, name, FAST[name], tmp_path) == [[], []]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STATEFUL)
-def test_checkpoints_of_one_file_at_stage_1(name: str, pool: Pool, tmp_path: Path) -> None:
-    skip_without_packages(name)
+def test_checkpoints_of_one_file_at_stage_1(name: str, ranks: Pool, tmp_path: Path) -> None:
     run = partial(differences, stage=1, format="full")
-    assert pool.run(2, run, name, POINTS, tmp_path) == [[], []]
+    assert ranks.run(2, run, name, POINTS, tmp_path) == [[], []]
 
 
 @pytest.mark.parametrize("name", only(["counting late, reopened"], STATEFUL))
-def test_a_run_that_sigterm_has_stopped(name: str, pool: Pool, tmp_path: Path) -> None:
-    skip_without_packages(name)
+def test_a_run_that_sigterm_has_stopped(name: str, ranks: Pool, tmp_path: Path) -> None:
     batches = [3] if name == "counting late, reopened" else [2, 3, 6, 9]
-    assert pool.run(2, differences_after_a_stop, name, batches, tmp_path) == [[], []]
+    assert ranks.run(2, differences_after_a_stop, name, batches, tmp_path) == [[], []]
 
 
 @pytest.mark.parametrize("name", only(["slots"], STATEFUL))
-def test_a_run_that_slurm_has_requeued(name: str, pool: Pool, tmp_path: Path) -> None:
-    skip_without_packages(name)
+def test_a_run_that_slurm_has_requeued(name: str, ranks: Pool, tmp_path: Path) -> None:
     batches = [3] if name == "slots" else [0, 2, 3, 6, 9]
-    assert pool.run(2, differences_after_a_requeue, name, batches, tmp_path) == [[], []]
+    assert ranks.run(2, differences_after_a_requeue, name, batches, tmp_path) == [[], []]
 
 
 def test_a_save_after_a_run(pool: Pool, tmp_path: Path) -> None:
@@ -109,9 +124,8 @@ def test_a_save_after_a_run(pool: Pool, tmp_path: Path) -> None:
     "name",
     only(["drawing, reopened"], ["drawing, reopened", "torchdata, Drawing", "stateful", "stateful stream", "weighted"]),
 )
-def test_a_save_before_the_first_batch_changes_nothing(name: str, pool: Pool, tmp_path: Path) -> None:
-    skip_without_packages(name)
-    assert pool.run(2, differences_by_a_save_at_the_start, name, tmp_path) == [[], []]
+def test_a_save_before_the_first_batch_changes_nothing(name: str, ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(2, differences_by_a_save_at_the_start, name, tmp_path) == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -125,24 +139,14 @@ def test_a_save_before_the_first_batch_changes_nothing(name: str, pool: Pool, tm
         + [("counting", ["b2"])],
     ),
 )
-def test_a_second_fit_with_the_same_loaders(name: str, points: list[str], pool: Pool, tmp_path: Path) -> None:
-    skip_without_packages(name)
-    assert pool.run(2, differences_of_a_second_fit, name, points, tmp_path) == [[], []]
+def test_a_second_fit_with_the_same_loaders(name: str, points: list[str], ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(2, differences_of_a_second_fit, name, points, tmp_path) == [[], []]
 
 
 @pytest.mark.parametrize("name", only(["counting twice"], TWICE))
-def test_a_second_resume(name: str, pool: Pool, tmp_path: Path) -> None:
-    skip_without_packages(name)
+def test_a_second_resume(name: str, ranks: Pool, tmp_path: Path) -> None:
     fast = name == "counting twice"
     for point in ("b2",) if fast else ("b2", "e0"):
         seconds = ["b1"] if fast else ["start", "b1", "b3", "e1"]
-        found = pool.run(2, differences_of_a_second_resume, name, point, seconds, tmp_path / point)
+        found = ranks.run(2, differences_of_a_second_resume, name, point, seconds, tmp_path / point)
         assert found == [[], []]
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if "workers" in name])
-@pytest.mark.slow
-def test_workers(name: str, tmp_path: Path) -> None:
-    """In this process: those of the pool may not have children."""
-    skip_without_packages(name)
-    assert not differences(name, POINTS, tmp_path)

@@ -120,10 +120,17 @@ class Pool:
     Args:
         place: where the worker of a rank lives; by default all are on the loopback of this machine.
         limit: seconds of a task.
+        parents: whether the workers may start processes. Such a pool has to be closed.
     """
 
-    def __init__(self, place: Callable[[int], Place] = lambda rank: HERE, limit: float = TASK_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        place: Callable[[int], Place] = lambda rank: HERE,
+        limit: float = TASK_TIMEOUT_S,
+        parents: bool = False,
+    ) -> None:
         self._place, self._limit = place, limit
+        self._parents = parents
         # Workers are forked from a process that has imported what takes seconds, and has started no thread.
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.support.preload"])
@@ -134,7 +141,8 @@ class Pool:
         started = len(self._workers)
         while len(self._workers) < count:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs, self._place(len(self._workers))), daemon=True)
+            given = (theirs, self._place(len(self._workers)))
+            process = self._context.Process(target=_serve, args=given, daemon=not self._parents)
             process.start()
             theirs.close()
             self._workers.append((process, ours))

@@ -514,16 +514,25 @@ def torchdata(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return make(*args, kind=StatefulDataLoader, **options)
 
 
-def huggingface(per_rank: int, shuffled: bool = False, kind: Any = DataLoader) -> Any:
-    """A loader of one of Hugging Face's iterable datasets, whose shards are shared out among the ranks."""
+def table(per_rank: int) -> Any:
+    """One of Hugging Face's map-style datasets, of the samples of all ranks."""
     from datasets import Dataset
+
+    return Dataset.from_dict({"x": [[number / 100] * WIDTH for number in range(per_rank * BATCH * _ranks())]})
+
+
+def huggingface(per_rank: int, shuffled: bool = False, kind: Any = DataLoader, shards: int = 2, **options: Any) -> Any:
+    """A loader of one of Hugging Face's iterable datasets, of ``shards`` for a rank, which are shared out."""
     from datasets.distributed import split_dataset_by_node
 
-    count = per_rank * BATCH * _ranks()
-    table = Dataset.from_dict({"x": [[number / 100] * WIDTH for number in range(count)]})
-    data = table.to_iterable_dataset(num_shards=2 * _ranks())
+    data = table(per_rank).to_iterable_dataset(num_shards=shards * _ranks())
     data = data.shuffle(seed=7, buffer_size=5) if shuffled else data
-    return kind(split_dataset_by_node(data, _rank(), _ranks()).with_format("torch"), batch_size=BATCH)
+    return kind(split_dataset_by_node(data, _rank(), _ranks()).with_format("torch"), batch_size=BATCH, **options)
+
+
+def mapped(per_rank: int, kind: Any = DataLoader, **options: Any) -> Any:
+    """A shuffled loader of one of Hugging Face's map-style datasets."""
+    return kind(table(per_rank).with_format("torch"), batch_size=BATCH, shuffle=True, **options)
 
 
 def write_litdata(folder: Path) -> None:
@@ -561,13 +570,53 @@ def write_webdataset(folder: Path) -> None:
                 file.addfile(entry, io.BytesIO(text))
 
 
-def webdataset(folder: Path, **options: Any) -> Any:
+def combined_litdata(folder: Path, **options: Any) -> Any:
+    """A loader that draws from two of litdata's datasets, as those of litgpt."""
+    from litdata import CombinedStreamingDataset, StreamingDataLoader, StreamingDataset
+
+    parts = [StreamingDataset(str(folder), shuffle=True, drop_last=True, seed=seed) for seed in (7, 8)]
+    data = CombinedStreamingDataset(parts, seed=42, weights=(0.7, 0.3), iterate_over_all=False)
+    return StreamingDataLoader(data, batch_size=BATCH, drop_last=True, **options)
+
+
+def webdataset(folder: Path, shuffled: str = "", **options: Any) -> Any:
+    """A loader of webdataset. ``shuffled``: "", or "by seed" or "by pass": how shards are shuffled, beside samples."""
     import webdataset as wds
 
-    shards = [str(path) for path in sorted(folder.iterdir())]
-    data = wds.WebDataset(shards, shardshuffle=False, nodesplitter=wds.split_by_node)
-    rows = data.map(lambda sample: torch.full((WIDTH,), float(sample["txt"])))
-    return DataLoader(rows, batch_size=BATCH, **options)
+    chosen: dict[str, Any] = {"shardshuffle": 4, "detshuffle": shuffled == "by pass"}
+    chosen = chosen if shuffled else {"shardshuffle": False}
+    data = wds.WebDataset(_shards(folder), nodesplitter=wds.split_by_node, **chosen)
+    if shuffled:
+        data = data.shuffle(5, initial=3, seed=3)
+    return DataLoader(data.map(_row), batch_size=BATCH, **options)
+
+
+def resampled_webdataset(folder: Path, **options: Any) -> Any:
+    """A loader of shards that are drawn, of samples that a generator shuffles, and of a length that is set."""
+    import webdataset as wds
+
+    shuffle = wds.shuffle(5, initial=3, rng=random.Random(5))
+    shards = wds.ResampledShards(_shards(folder), deterministic=True, seed=3)
+    data = wds.DataPipeline(shards, wds.tarfile_to_samples(), shuffle, wds.map(_row))
+    return wds.WebLoader(data.with_epoch(6 * BATCH), batch_size=BATCH, **options)
+
+
+def web_loader(folder: Path, **options: Any) -> Any:
+    """A loader that shuffles samples once more, behind its workers."""
+    import webdataset as wds
+
+    data = wds.WebDataset(_shards(folder), shardshuffle=False, nodesplitter=wds.split_by_node)
+    loader = wds.WebLoader(data.map(lambda sample: (_row(sample),)), batch_size=3, **options)
+    shuffled = loader.unbatched().shuffle(5, initial=3, rng=random.Random(3)).batched(BATCH)
+    return shuffled.map(lambda batch: batch[0]).with_epoch(6)
+
+
+def _shards(folder: Path) -> list[str]:
+    return [str(path) for path in sorted(folder.iterdir())]
+
+
+def _row(sample: Any) -> Tensor:
+    return torch.full((WIDTH,), float(sample["txt"]))
 
 
 @dataclass(frozen=True)
@@ -648,6 +697,7 @@ CASES: dict[str, Case] = {
     "counting twice": Case(lambda: stream(6, ByEpoch, CountingTwice)),
     "opened late": Case(lambda: stream(6, ByEpoch, Late)),
     "opened late, windows": Case(lambda: stream(6, ByEpoch, Late), {"accumulate_grad_batches": 4}),
+    "opened late, workers that stay": Case(lambda: stream(6, ByEpoch, Late, num_workers=2, persistent_workers=True)),
     "opened late, max_steps": Case(lambda: stream(6, ByEpoch, Late), {"max_steps": 15, "max_epochs": -1}),
     "batches, reopened": Case(lambda: sampled(6, InBatches, kind=Stateful), UNSHARDED),
     "endless": Case(lambda: public(Endless), {**UNSHARDED, "limit_train_batches": 6}),
@@ -683,10 +733,15 @@ CASES: dict[str, Case] = {
     "torchdata": Case(lambda: torchdata(rows, 6)),
     "torchdata, own order": Case(lambda: torchdata(rows, 6), UNSHARDED),
     "torchdata, workers": Case(lambda: torchdata(rows, 6, num_workers=2, noise=0.0), UNSHARDED),
+    "torchdata, workers, windows": Case(
+        lambda: torchdata(rows, 6, num_workers=2, noise=0.0, snapshot_every_n_steps=4), {"accumulate_grad_batches": 4}
+    ),
+    "torchdata, workers that stay": Case(lambda: torchdata(rows, 6, num_workers=2, noise=0.0, persistent_workers=True)),
     "torchdata, windows": Case(lambda: torchdata(rows, 6), {**UNSHARDED, "accumulate_grad_batches": 4}),
     "torchdata, stream": Case(lambda: torchdata(stream, 6, Placed), {"accumulate_grad_batches": 4}),
     "torchdata, stream, workers": Case(lambda: torchdata(stream, 6, Placed, num_workers=2)),
     "torchdata, plain stream": Case(lambda: torchdata(stream, 6, ByEpoch)),
+    "torchdata, plain stream, workers": Case(lambda: torchdata(stream, 6, ByEpoch, num_workers=2)),
     "torchdata, weighted": Case(lambda: torchdata(weighted, 6), {"accumulate_grad_batches": 2}),
     "torchdata, weighted, own order": Case(lambda: torchdata(weighted, 6), UNSHARDED),
     "torchdata, combined": Case(
@@ -695,6 +750,17 @@ CASES: dict[str, Case] = {
     "datasets": Case(lambda: huggingface(6)),
     "datasets, shuffled": Case(lambda: huggingface(6, shuffled=True), {"accumulate_grad_batches": 2}),
     "datasets, torchdata": Case(lambda: torchdata(huggingface, 6)),
+    "datasets, workers": Case(lambda: huggingface(6, num_workers=2)),
+    "datasets, shuffled, workers": Case(
+        lambda: huggingface(6, shuffled=True, num_workers=2), {"accumulate_grad_batches": 4}
+    ),
+    "datasets, one shard, workers": Case(lambda: huggingface(6, shuffled=True, shards=1, num_workers=2)),
+    "datasets, workers that stay": Case(lambda: huggingface(6, shuffled=True, num_workers=2, persistent_workers=True)),
+    "datasets, torchdata, workers": Case(lambda: torchdata(huggingface, 6, num_workers=2)),
+    "datasets, mapped": Case(lambda: mapped(6)),
+    "datasets, mapped, workers": Case(lambda: mapped(6, num_workers=2), {"accumulate_grad_batches": 4}),
+    "datasets, mapped, torchdata": Case(lambda: torchdata(mapped, 6)),
+    "datasets, mapped, torchdata, workers": Case(lambda: torchdata(mapped, 6, num_workers=2)),
     "datasets, combined": Case(
         lambda: CombinedLoader([huggingface(6, shuffled=True), rows(4, 60)], "max_size_cycle"),
     ),
@@ -705,7 +771,36 @@ CASES: dict[str, Case] = {
         lambda folder: CombinedLoader([litdata(folder, shuffled=True), rows(4, 60)], "max_size_cycle"),
         write=write_litdata,
     ),
+    "litdata, workers": Case(partial(litdata, num_workers=2, drop_last=True), write=write_litdata),
+    "litdata, shuffled, workers": Case(
+        partial(litdata, shuffled=True, num_workers=2), {"accumulate_grad_batches": 4}, write=write_litdata
+    ),
+    "litdata, max_steps, workers": Case(
+        partial(litdata, num_workers=2), {"max_steps": 15, "max_epochs": -1}, write=write_litdata
+    ),
+    "litdata, workers that stay": Case(
+        partial(litdata, shuffled=True, num_workers=2, persistent_workers=True), write=write_litdata
+    ),
+    "litdata, weights": Case(combined_litdata, {"limit_train_batches": 6}, write=write_litdata),
+    "litdata, weights, workers": Case(
+        partial(combined_litdata, num_workers=2), {"limit_train_batches": 6}, write=write_litdata
+    ),
     "webdataset": Case(webdataset, {"accumulate_grad_batches": 2}, write=write_webdataset),
+    "webdataset, workers": Case(
+        partial(webdataset, num_workers=2), {"accumulate_grad_batches": 2}, write=write_webdataset
+    ),
+    **{
+        f"webdataset, {name}{', workers' if workers else ''}": Case(
+            partial(make, num_workers=workers), options, write=write_webdataset
+        )
+        for name, make, options in (
+            ("by seed", partial(webdataset, shuffled="by seed"), {}),
+            ("by pass", partial(webdataset, shuffled="by pass"), {"accumulate_grad_batches": 4}),
+            ("resampled", resampled_webdataset, {}),
+            ("WebLoader", web_loader, {"accumulate_grad_batches": 4}),
+        )
+        for workers in (0, 2)
+    },
 }
 
 

@@ -75,7 +75,8 @@ class Openings:
         """Open a pass with ``make``, and watch how the sampler is opened for it.
 
         Args:
-            start: the random states that a pass which is resumed began with; None: it is a new one.
+            start: the random states from which a loader that is opened late draws the seed of its workers: those that a
+                pass which is resumed began with; None: the present ones.
             begin: what the order of a pass which is resumed was drawn from, if that is known.
         """
         self.last = begin

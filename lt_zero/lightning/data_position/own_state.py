@@ -49,6 +49,7 @@ from lt_zero.lightning.data_position.attributes import (
     is_replaced,
     is_shared_array,
     is_shared_number,
+    items_of,
     read,
     replaced,
     write,
@@ -70,7 +71,8 @@ _LEAVES = (type(None), complex, bytes, ModuleType, type, nn.Module)
 class StatePlace(NamedTuple):
     """A piece of state: where it is, the object that holds it under a key, that object's path, and its value.
 
-    ``orders``: whether it can only decide on the order of samples, not on what is drawn for a sample.
+    ``orders``: whether it can only decide on the order of samples, not on what is drawn for a sample. ``drawn``:
+    whether its object draws it when it is made, so that another process has another one.
     """
 
     path: str
@@ -79,6 +81,7 @@ class StatePlace(NamedTuple):
     key: Any
     value: Any
     orders: bool
+    drawn: bool = False
 
 
 class Walk(NamedTuple):
@@ -173,8 +176,8 @@ class OwnState:
         return places
 
     def _is_new(self, place: StatePlace) -> bool:
-        """True if a counter or an order is another one than when it was first seen."""
-        return self._first.get(place.path) != digest(place.value)
+        """True if a counter or an order is another one than when it was first seen, or in another process."""
+        return place.drawn or self._first.get(place.path) != digest(place.value)
 
     def _is_short(self, place: StatePlace) -> bool:
         """True if an order is not too long for a checkpoint."""
@@ -259,8 +262,8 @@ class OwnState:
             sampler = path.startswith(_FIRST[1:]) or not (loads or self._stateful or path.startswith("dataset"))
             if sampler and not self._stateful and _has_state_dict(value):
                 walk.places.append(place)
-            elif self._is_counted(path, value, sampler):
-                walk.places.extend(_values(path, value))
+            else:
+                walk.places.extend(self._counters(place, sampler))
             if depth < DEEPEST:
                 waiting += [
                     (f"{path}.{name}", path, key, child, value, depth + 1) for name, key, child in _inner(value)
@@ -272,16 +275,32 @@ class OwnState:
         streams = isinstance(getattr(self._loader, "dataset", None), IterableDataset)
         return streams or not path.startswith(("dataset", "collate_fn"))
 
+    def _counters(self, place: StatePlace, sampler: bool) -> list[StatePlace]:
+        """Counters and orders that the object at a place holds.
+
+        Of a stage of webdataset, which may hold samples, only integers and the seed that it draws when it is made.
+        """
+        counted = self._is_counted(place.path, place.value, sampler)
+        stage = _is_stage(place.owner if is_a(place.value, dict) else place.value)
+        if not counted and not (stage and self._is_streamed(place.path)):
+            return []
+        found = [held._replace(drawn=stage and _has_seed(held)) for held in _values(place.path, place.value)]
+        return [held for held in found if counted or held.drawn or type(held.value) is int]
+
     def _is_counted(self, path: str, value: Any, sampler: bool) -> bool:
         """True if counters and orders are looked for in an object."""
         if type(value).__module__.startswith(_OPEN):
             return False
         if sampler:
             return not self.covered
-        if not isinstance(getattr(self._loader, "dataset", None), IterableDataset) or not path.startswith("dataset"):
-            return False
         stream = path == "dataset" or isinstance(value, IterableDataset)  # also one that another one reads
-        return stream and not (self._stateful and _has_state_dict(self._loader.dataset))
+        return stream and self._is_streamed(path)
+
+    def _is_streamed(self, path: str) -> bool:
+        """True for what an iterable data set holds, unless it restores that by itself."""
+        dataset = getattr(self._loader, "dataset", None)
+        own = self._stateful and _has_state_dict(dataset)
+        return isinstance(dataset, IterableDataset) and path.startswith("dataset") and not own
 
     def _roots(self) -> list[tuple[str, Any, Any]]:
         names = [name for name in _FIRST if asked(self._loader, name) is not None]
@@ -301,6 +320,13 @@ def opened_sampler(loader: Any) -> Any:
             break
         sampler = sampler.sampler
     return sampler
+
+
+def reader_of(loader: Any) -> Any:
+    """The DataLoader that reads for a loader: itself, or the first stage of webdataset's; None if there is none."""
+    pipeline = asked(loader, "pipeline")
+    first = [loader, *(items_of(pipeline, 1) if is_a(pipeline, (list, tuple)) else ())]
+    return next((one for one in first if is_a(one, DataLoader)), None)
 
 
 @functools.cache
@@ -348,6 +374,16 @@ def _is_read_from(value: Any) -> bool:
         return is_a(value, io.IOBase) and not value.closed and value.readable() and not value.writable()
     except Exception:  # of a class of the user's
         return False
+
+
+def _is_stage(value: Any) -> bool:
+    """True for a stage of webdataset's pipelines, also one of the user's, and for a pipeline itself."""
+    return any(kind.__module__.split(".")[0] == "webdataset" for kind in type(value).__mro__)
+
+
+def _has_seed(place: StatePlace) -> bool:
+    """True for the seed of a stage of webdataset, or the arguments that it is among."""
+    return place.key == "seed" or (place.key == "kw" and is_a(place.value, dict) and "seed" in place.value)
 
 
 def _values(path: str, owner: Any) -> list[StatePlace]:

@@ -59,7 +59,7 @@ import os
 import re
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -81,7 +81,7 @@ from lt_zero.lightning.data_position.inexact import inexact
 from lt_zero.lightning.data_position.iteration import RESTS, correct_counters, do_rest, rest_of
 from lt_zero.lightning.data_position.logged import EpochValues, are_values, restore_values, saved_values
 from lt_zero.lightning.data_position.openings import Opening, Openings
-from lt_zero.lightning.data_position.own_state import OwnState, are_states, same_states
+from lt_zero.lightning.data_position.own_state import OwnState, are_states, reader_of, same_states
 from lt_zero.lightning.data_position.plain_values import LONGEST
 from lt_zero.lightning.data_position.random_state import RandomStates, own_or_derived
 from lt_zero.lightning.data_position.request import LoaderRequest
@@ -89,6 +89,7 @@ from lt_zero.lightning.data_position.witness import Witness
 
 POSITION = "lt_zero_progress"
 _VERSION = 2
+_EMPTY = 10  # epochs on end without a batch that end a run which only steps would end
 Make = Callable[[], Iterator[Any]]
 
 
@@ -101,7 +102,7 @@ class DataPosition:
 
     def _reset(self, trainer: pl.Trainer | None) -> None:
         self._trainer = trainer
-        self._feed = Feed(self._before_batch, self._after_batch)
+        self._feed = Feed(self._before_batch, self._after_batch, self._after_epoch)
         self._started = False  # whether on_train_start was called
         self._before_validation: RandomStates | None = None  # of training, during validation
         self._loaded: dict[str, Any] | None = None  # until training starts
@@ -112,6 +113,7 @@ class DataPosition:
         self._request = LoaderRequest()
         self._told: set[str] = set()  # warnings of this run
         self._hidden: Any = None  # the filter of a warning of Lightning's
+        self._empty = 0  # epochs on end without a batch
         self._has_metrics = False  # whether the module has objects of torchmetrics
         self._values: EpochValues | None = None  # logged, before the batches that a resume would repeat
         self._same_ranks = True  # whether as many ranks have saved what is loaded
@@ -247,6 +249,21 @@ class DataPosition:
     def _after_batch(self) -> None:
         if not self._started and self._loaded is not None:
             self._ahead = RandomStates.now()
+
+    def _after_epoch(self) -> None:
+        """Count epochs that had no batch: Lightning goes on with them for ever, if only steps end the run.
+
+        Raises:
+            RuntimeError: there were too many on end.
+        """
+        assert self._trainer is not None
+        self._empty = 0 if self._feed.served else self._empty + 1
+        if self._empty >= _EMPTY and self._trainer.max_epochs == -1:
+            names = ", ".join(_name(position.loader) for position in self._feed.positions)
+            raise RuntimeError(
+                f"The training loader {names} gave no batch in {self._empty} epochs on end, and without max_epochs "
+                "only steps would end this run. Check its data, or set max_epochs."
+            )
 
     # ---- saving --------------------------------------------------------------------------------------------------
 
@@ -393,7 +410,7 @@ class DataPosition:
         before = RandomStates.now()
         for position, place in zip(self._feed.positions, places, strict=False):
             if place.fetched and not self._new_epoch and self._trainer.is_global_zero:
-                position.tell_other_ranks(place)
+                position.tell_other_shares(place)
             position.resume(place, self._new_epoch)
         before.apply()
 
@@ -502,12 +519,16 @@ def untracked(loader: object) -> object:
 
 
 def tracked(
-    loader: object, open: Callable[[Make], Iterator[Any]], ask: Callable[[], Any] | None = None
+    loader: object,
+    open: Callable[[Make], Iterator[Any]],
+    ask: Callable[[], Any] | None = None,
+    give: Callable[[Any], None] | None = None,
 ) -> object | None:
     """``loader`` with ``open`` as its ``__iter__``, which gets the original one; None if its class is not Python's.
 
     Args:
         ask: its ``state_dict``, if it has one.
+        give: its ``load_state_dict``; None: the original one.
     """
     kind: Any = type(loader)
     try:
@@ -516,6 +537,8 @@ def tracked(
         users: dict[str, Any] = {name: _of_the_original(name) for name in slots_of(kind) if name not in slots}
         if ask is not None and callable(getattr(kind, "state_dict", None)):
             users["state_dict"] = lambda clone: ask()
+        if give is not None:
+            users["load_state_dict"] = lambda clone, state: give(state)
         bases = (_Tracked, kind)
         clone = object.__new__(type(kind)(kind.__name__, bases, {"__slots__": slots, **copied, **users}))
         object.__setattr__(clone, "__dict__", vars(loader))
@@ -554,6 +577,7 @@ class LoaderPlace:
     opening: Opening | None  # of the sampler of such a loader
     witness: Witness | None
     ranks: int | None  # that saw different data; None: not known
+    workers: int | None  # that load; None: not known
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers and tensors, and what the loader's own state has."""
@@ -574,16 +598,17 @@ class LoaderPlace:
             "opening": Opening.of(opening, where) if opening is not None else None,
             "witness": Witness.of(witness, where) if witness is not None else None,
         }
-        return cls(**{"ranks": None, **packed, **read})
+        return cls(**{"ranks": None, "workers": None, **packed, **read})
 
     @classmethod
     def faults(cls, packed: Any) -> list[str]:
         """Names of what cannot be read."""
-        # Checkpoints from before there were openings, or numbers of ranks, have none.
-        if not isinstance(packed, dict) or {"opening", "ranks", *packed} != {field.name for field in fields(cls)}:
+        # Checkpoints from before there were openings, or numbers of ranks or workers, have none.
+        later = ("opening", "ranks", "workers")
+        if not isinstance(packed, dict) or {*later, *packed} != {field.name for field in fields(cls)}:
             return ["loaders"]
-        if not isinstance(packed.get("ranks"), (int, type(None))):
-            return ["ranks"]
+        if wrong := [name for name in later[1:] if not isinstance(packed.get(name), (int, type(None)))]:
+            return wrong
         numbers = [packed[name] for name in ("fetched", "served", "openings", "unit")]
         if not all(isinstance(number, int) and number >= 0 for number in numbers) or packed["unit"] < 1:
             return ["loaders"]
@@ -619,6 +644,7 @@ class LoaderPosition:
         size = next((size for size in sizes if isinstance(size, int) and size > 0), 1)
         self.ranks = world  # that see different data
         self.unit = world * size  # samples of all ranks in a batch
+        self.workers = getattr(reader_of(loader), "num_workers", 0)
         self.make: Make | None = None
         self.start: RandomStates | None = None  # at the start of the pass
         self.own = OwnState(loader, self.stateful)
@@ -637,6 +663,9 @@ class LoaderPosition:
         self._loaded: Any = None  # the state that a stateful loader was given, until it is read
         self._last: Any = None  # its state at the end of the run
         self._set_up = False  # whether Lightning has opened it
+        # From which the next pass draws the seed of its workers; None: the present ones.
+        self._of_workers: RandomStates | None = None
+        self._goes_on = False  # whether the next pass goes on from a state that the loader was given
 
     def open(self, make: Make) -> Iterator[Any]:
         feed = self._feed
@@ -677,8 +706,9 @@ class LoaderPosition:
         self.fetched = 0
         self.epochs, self.witness = self._epochs.state_dict(), None
         self.openings += 1
-        if self.stateful:
-            _forget_loaded(self.loader)
+        if self.stateful and not self._goes_on:
+            _forget_loaded(self.loader, self.own.parts.values())
+        self._goes_on = False
         return self._opened()
 
     def close(self) -> None:
@@ -692,7 +722,8 @@ class LoaderPosition:
     def _opened(self) -> Iterator[Any]:
         """A pass from its begin."""
         assert self.make is not None
-        return self._openings.passed(self.make) if self._openings is not None else self.make()
+        states, self._of_workers = self._of_workers, None
+        return self._openings.passed(self.make, states) if self._openings is not None else self.make()
 
     def reading(self, states: RandomStates | None) -> None:
         """The next batch will be read, with these random states; None: with the present ones."""
@@ -737,6 +768,7 @@ class LoaderPosition:
             opening=self._openings.last if self._openings is not None else None,
             witness=self.witness,
             ranks=self.ranks,
+            workers=self.workers,
         )
 
     def saved(self, place: LoaderPlace) -> LoaderPlace:
@@ -756,8 +788,10 @@ class LoaderPosition:
         workers = bool(getattr(self.loader, "persistent_workers", False))
         if workers and place.openings > min(count, 1):
             self._warn("keeps its workers (persistent_workers=True), whose random numbers start over")
-            # Start the workers now, so that the pass draws no seed for them.
+            # Start the workers now, so that the pass draws no seed for them; a loader that is opened late starts them
+            # with the first batch.
             self.make()
+            self._of_workers = RandomStates.now()
         self.openings, self.served = min(place.openings, 1), served
         state = place.state if self._is_alike(place) else None
         if not new_epoch and place.cycled:
@@ -783,25 +817,47 @@ class LoaderPosition:
         if not self.own.agrees(place.own_now):
             self.own.set(place.own_now, state_dicts=True)
 
-    def _is_alike(self, place: LoaderPlace) -> bool:
-        """True if the batches of a rank are those of the run that has saved: ranks and batch size are the same."""
-        return place.unit == self.unit and place.ranks in (None, self.ranks)
+    def load(self, state: Any) -> None:
+        """Give a loader that resumes by itself a state that came without a place: its next pass goes on there."""
+        self.loader.load_state_dict(state)
+        self._goes_on = True
 
-    def tell_other_ranks(self, place: LoaderPlace) -> None:
-        """Warn if a run with other ranks, or another batch size, does not go on after the samples that were seen."""
+    def tell_epochs(self, epochs: dict[str, int]) -> None:
+        """Tell parts of the loader, by their paths, an epoch."""
+        self._epochs.restore(epochs)
+
+    def _is_alike(self, place: LoaderPlace) -> bool:
+        """True if the batches of a rank are those of the run that has saved, and its loader can read that state."""
+        same_ranks = place.unit == self.unit and place.ranks in (None, self.ranks)
+        return same_ranks and place.workers in (None, self.workers)
+
+    def tell_inexact(self) -> None:
+        """Warn of what a resume will not repeat."""
+        for reason in inexact(self.loader, self.own, self.stateful):
+            self._warn(reason)
+
+    def tell_other_shares(self, place: LoaderPlace) -> None:
+        """Warn if a run does not go on after the samples that were seen: with other ranks, batches or workers."""
         before = place.ranks
-        if before in (None, self.ranks):
-            streams = isinstance(getattr(self.loader, "dataset", None), IterableDataset)
-            if place.unit != self.unit and streams and getattr(self.loader, "num_workers", 0) > 0:
+        if before not in (None, self.ranks):
+            if not _is_shared_out(self.loader, min(before, self.ranks)):
                 self._warn(
-                    "goes on with another batch size: its workers share out batches, so that samples of this epoch may "
-                    "be seen twice or not at all"
+                    f"goes on with {self.ranks} ranks in an epoch that {before} began, and decides itself which "
+                    "samples a rank reads: samples of this epoch may be seen twice or not at all. DistributedSampler "
+                    "shares out one order among any number of ranks"
                 )
-        elif not _is_shared_out(self.loader, min(before, self.ranks)):
+            return
+        if not isinstance(getattr(reader_of(self.loader), "dataset", None), IterableDataset):
+            return
+        if place.workers is not None and max(place.workers, 1) != max(self.workers, 1):
             self._warn(
-                f"goes on with {self.ranks} ranks in an epoch that {before} began, and decides itself which samples a "
-                "rank reads: samples of this epoch may be seen twice or not at all. DistributedSampler shares out one "
-                "order among any number of ranks"
+                f"goes on with num_workers={self.workers} in an epoch that num_workers={place.workers} began, and its "
+                "workers share out the samples: samples of this epoch may be seen twice or not at all"
+            )
+        elif place.unit != self.unit and self.workers > 0:
+            self._warn(
+                "goes on with another batch size: its workers share out batches, so that samples of this epoch may "
+                "be seen twice or not at all"
             )
 
     def _resume_pass(self, place: LoaderPlace, count: int, state: Any) -> None:
@@ -922,16 +978,21 @@ class LoaderPosition:
 class Feed:
     """The training loaders of a run, in Lightning's order.
 
-    ``before`` is called before each combined batch of all loaders, ``after`` after each batch of one loader.
+    ``before`` is called before each combined batch of all loaders, ``after`` after each batch of one loader, and
+    ``at_end`` at the end of one.
     """
 
-    def __init__(self, before: Callable[[], object], after: Callable[[], object]) -> None:
+    def __init__(
+        self, before: Callable[[], object], after: Callable[[], object], at_end: Callable[[], object] = lambda: None
+    ) -> None:
         self.positions: list[LoaderPosition] = []
         self.untracked: list[str] = []  # names of loaders that cannot be tracked
         self.live = True
         self.closed = False  # see Note [Epochs that begin after a resume]
         self.recent: deque[Moment] = deque(maxlen=3)  # before each of the last batches
-        self._before, self._after = before, after
+        self._before = before
+        self._after = after
+        self._at_end = at_end
         self._read = False  # whether the current loaders were read
         self._last = ("", -1)  # the last event, and the ID of its loader
 
@@ -991,6 +1052,7 @@ class Feed:
             return
         position.cycled = position.exhausted = True
         self._last = ("stop", id(position))
+        self._at_end()
 
 
 def _copied(value: Any) -> Any:
@@ -1004,14 +1066,18 @@ def _copied(value: Any) -> Any:
     return value.clone() if type(value) is torch.Tensor else copy.deepcopy(value)
 
 
-def _forget_loaded(loader: Any) -> None:
-    """Let a loader of litdata begin a new pass.
+def _forget_loaded(loader: Any, parts: Iterable[Any]) -> None:
+    """Let a loader of litdata, or of Hugging Face's streams, begin a new pass.
 
     Until one pass has been read to its end, which Lightning does not do, its passes go on from the state that was
     loaded, and are empty once that is the end of the data: a run with ``max_steps`` would never end.
     """
     if any(kind.__module__.startswith("litdata.") for kind in type(loader).__mro__):
         loader.restore = False
+    # Each pass of a stream begins at the state that it was given, until the user tells it another epoch.
+    for part in parts:
+        if type(part).__module__.split(".")[0] == "datasets" and asked(part, "_starting_state_dict") is not None:
+            part._starting_state_dict = None
 
 
 def _count_once(loader: Any, given: int) -> None:
