@@ -36,26 +36,52 @@ struct Known {
 // One tensor of an optimizer step.
 template <class Grad = int, class State = int, class Out = int>
 struct RowOf {
-    float *param;
+    const lt_tensors &list;
+    int64_t tensor;  // in the list
+    void *param;
     const void *grad;
     void *state1, *state2, *out;
+    int param_dtype;
     Grad grad_dtype;
     State state_dtype;
     Out out_dtype;
     bool maximize;
     Scaled scaled;
+    const uint16_t *random = nullptr;  // of the elements from `drawn` on; none: weights are rounded to the nearest
+    int64_t drawn = 0;
 
     RowOf(const lt_tensors &t, int64_t k)
-        : param(t.param[k]), grad(t.grad[k]), state1(t.state1 ? t.state1[k] : nullptr),
-          state2(t.state2 ? t.state2[k] : nullptr), out(t.out ? t.out[k] : nullptr), grad_dtype(t.grad_dtype),
-          state_dtype(t.state_dtype), out_dtype(t.out_dtype), maximize(t.maximize != 0),
+        : list(t), tensor(k), param(t.param[k]), grad(t.grad[k]), state1(t.state1 ? t.state1[k] : nullptr),
+          state2(t.state2 ? t.state2[k] : nullptr), out(t.out ? t.out[k] : nullptr), param_dtype(t.param_dtype),
+          grad_dtype(t.grad_dtype), state_dtype(t.state_dtype), out_dtype(t.out_dtype), maximize(t.maximize != 0),
           scaled(t.scale, t.clip, 1.0f) {}
 
+    // Calls body(lanes, i) for the vectors of [lo, hi), whose random bits are drawn before if they need some.
+    template <class Body>
+    void for_each(int64_t lo, int64_t hi, Body body) {
+        uint16_t bits[kTile];
+        const int64_t tile = list.places ? kTile : hi - lo;
+        for (int64_t begin = lo; begin < hi; begin += tile) {
+            const int64_t end = begin + tile < hi ? begin + tile : hi;
+            if (list.places) {
+                draw(list.places, list.place_count, tensor, begin, end, bits);
+                random = bits;
+                drawn = begin;
+            }
+            for_each_vector(begin, end, body);
+        }
+    }
+
     __attribute__((always_inline)) void prefetch(int64_t i) const {
-        LT_NAMESPACE::prefetch(param, LT_FP32, i);
+        LT_NAMESPACE::prefetch(param, param_dtype, i);
         LT_NAMESPACE::prefetch(grad, grad_dtype, i);
         if (state1) LT_NAMESPACE::prefetch(state1, state_dtype, i);
         if (state2) LT_NAMESPACE::prefetch(state2, state_dtype, i);
+    }
+
+    template <class At>
+    Vec weights(At at, int64_t i) const {
+        return at.load(param, param_dtype, i);
     }
 
     template <class At>
@@ -66,7 +92,8 @@ struct RowOf {
 
     template <class At>
     void finish(At at, int64_t i, Vec p) const {
-        at.store(param, LT_FP32, i, p);
+        if (random) p = rounded_randomly(at, random, i - drawn, p);
+        at.store(param, param_dtype, i, p);
         if (out) at.store(out, out_dtype, i, p);
     }
 };
@@ -89,10 +116,10 @@ static void with_row(const lt_tensors &t, int64_t k, Body body) {
 static void adam(const lt_tensors &t, const lt_adam &options, int64_t k, int64_t lo, int64_t hi) {
     const AdamRule rule = make_rule(options);
     if (t.state_dtype == LT_CODES) return coded_adam(t, Row(t, k), rule, lo, hi);
-    with_row(t, k, [&](const auto &row) {
-        for_each_vector(lo, hi, [&](auto at, int64_t i) {
+    with_row(t, k, [&](auto row) {
+        row.for_each(lo, hi, [&](auto at, int64_t i) {
             row.prefetch(i);
-            Vec p = at.load(row.param, LT_FP32, i), g = row.gradient(at, i);
+            Vec p = row.weights(at, i), g = row.gradient(at, i);
             Vec m = at.load(row.state1, row.state_dtype, i), v = at.load(row.state2, row.state_dtype, i);
             update(rule, p, g, m, v);
             at.store(row.state1, row.state_dtype, i, m);
@@ -103,10 +130,10 @@ static void adam(const lt_tensors &t, const lt_adam &options, int64_t k, int64_t
 }
 
 template <class Rule>
-static void one_state(const Rule &rule, const Row &row, int64_t lo, int64_t hi) {
-    for_each_vector(lo, hi, [&](auto at, int64_t i) {
+static void one_state(const Rule &rule, Row row, int64_t lo, int64_t hi) {
+    row.for_each(lo, hi, [&](auto at, int64_t i) {
         row.prefetch(i);
-        Vec p = at.load(row.param, LT_FP32, i), s = at.load(row.state1, row.state_dtype, i);
+        Vec p = row.weights(at, i), s = at.load(row.state1, row.state_dtype, i);
         update(rule, p, row.gradient(at, i), s);
         at.store(row.state1, row.state_dtype, i, s);
         row.finish(at, i, p);
@@ -122,12 +149,12 @@ static void adagrad(const lt_tensors &t, const lt_adagrad &options, int64_t k, i
 }
 
 static void sgd(const lt_tensors &t, const lt_sgd &options, int64_t k, int64_t lo, int64_t hi) {
-    const Row row(t, k);
+    Row row(t, k);
     const SgdRule rule = make_rule(options);
     if (rule.has_momentum && !rule.first) return one_state(rule, row, lo, hi);
-    for_each_vector(lo, hi, [&](auto at, int64_t i) {  // buffers without values are not read
+    row.for_each(lo, hi, [&](auto at, int64_t i) {  // buffers without values are not read
         row.prefetch(i);
-        Vec p = at.load(row.param, LT_FP32, i), s(0.0f);
+        Vec p = row.weights(at, i), s(0.0f);
         update(rule, p, row.gradient(at, i), s);
         if (rule.has_momentum) at.store(row.state1, row.state_dtype, i, s);
         row.finish(at, i, p);
@@ -141,7 +168,7 @@ static void lamb_update(const lt_tensors &t, const lt_lamb &options, int64_t k, 
     SquareSum params, updates;
     for_each_vector(lo, hi, [&](auto at, int64_t i) {
         row.prefetch(i);
-        Vec p = at.load(row.param, LT_FP32, i), g = row.gradient(at, i);
+        Vec p = row.weights(at, i), g = row.gradient(at, i);
         Vec m = at.load(row.state1, row.state_dtype, i), v = at.load(row.state2, row.state_dtype, i);
         update(rule, g, m, v);
         at.store(row.state1, row.state_dtype, i, m);
@@ -159,11 +186,11 @@ static void lamb_update(const lt_tensors &t, const lt_lamb &options, int64_t k, 
 }
 
 static void lamb_apply(const lt_tensors &t, const lt_lamb &options, float step, int64_t k, int64_t lo, int64_t hi) {
-    const Row row(t, k);
+    Row row(t, k);
     const LambRule rule = make_rule(options);
-    for_each_vector(lo, hi, [&](auto at, int64_t i) {
+    row.for_each(lo, hi, [&](auto at, int64_t i) {
         row.prefetch(i);
-        Vec p = at.load(row.param, LT_FP32, i);
+        Vec p = row.weights(at, i);
         Vec m = at.load(row.state1, row.state_dtype, i), v = at.load(row.state2, row.state_dtype, i);
         row.finish(at, i, fma(Vec(step), direction(rule, p, m, v), p));
     });
