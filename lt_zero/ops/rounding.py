@@ -71,8 +71,8 @@ def place_table(places: Iterable[Place], device: torch.device) -> Tensor:
 
     Nothing waits for ``device``.
     """
-    # The bits of numbers without a sign; torch has none of these.
-    rows = [[number - (number >> 63 << 64) for number in place] for place in places]
+    # Seeds have no sign; torch has no such integers, but their bits.
+    rows = [place._replace(seed=place.seed - (place.seed >> 63 << 64)) for place in places]
     return accelerator.send(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
 
 
