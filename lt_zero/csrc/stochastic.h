@@ -40,12 +40,12 @@ LT_FN Words<U> philox(U low, U high, const lt_place &place) {
     return Words<U>{{a, b, c, d}};
 }
 
-// The bits of fp32 numbers, rounded to bf16 by 16 random bits: the lower halves of the result are 0. Beyond bf16's
-// largest finite number the nearest is taken, of NaN the usual one.
+// Rounds the bits of fp32 numbers to bf16, the upper halves of the result, by 16 random bits. Beyond bf16's largest finite
+// number the nearest is taken, of NaN the usual one.
 template <class U>
 LT_FN U rounded_randomly(U bits, U random) {
     const U magnitude = bits & 0x7fffffffu, nearest = bits + 0x7fffu + (bits >> 16 & 1u);
-    const U rounded = (magnitude > 0x7f7f0000u ? nearest : bits + random) & 0xffff0000u;
+    const U rounded = magnitude > 0x7f7f0000u ? nearest : bits + random;
     return magnitude > 0x7f800000u ? U{} + 0x7fc00000u : rounded;
 }
 

@@ -39,7 +39,9 @@ constexpr int kTile = 1024;  // elements whose random bits are drawn at a time, 
 static void draw_stretch(const lt_place &place, int64_t index, int64_t count, uint16_t *out) {
     const int64_t end = index + count;
     for (int64_t group = index / kPhiloxGroup * kPhiloxGroup; group < end; group += kPhiloxGroup) {
-        uint16_t bits[kPhiloxGroup];
+        const int64_t lo = group < index ? index : group, hi = group + kPhiloxGroup < end ? group + kPhiloxGroup : end;
+        uint16_t some[kPhiloxGroup];
+        uint16_t *bits = hi - lo == kPhiloxGroup ? out + (group - index) : some;
         for (int part = 0; part < kNumbers; part += W) {
             const uint64_t number = (uint64_t)(group / kPhiloxGroup * kNumbers + part);
             Bits low = Bits{} + (uint32_t)number;  // numbers of a group do not carry into the upper word
@@ -50,8 +52,7 @@ static void draw_stretch(const lt_place &place, int64_t index, int64_t count, ui
                 store_upper(bits + half * kNumbers + part, half % 2 ? word : word << 16);
             }
         }
-        const int64_t lo = group < index ? index : group, hi = group + kPhiloxGroup < end ? group + kPhiloxGroup : end;
-        memcpy(out + (lo - index), bits + (lo - group), sizeof *bits * (size_t)(hi - lo));
+        if (bits == some) memcpy(out + (lo - index), some + (lo - group), sizeof *some * (size_t)(hi - lo));
     }
 }
 
@@ -68,11 +69,10 @@ static void draw(const lt_place *places, int64_t place_count, int64_t tensor, in
     }
 }
 
-// Rounds to numbers of bf16 by the random bits of elements `i` and following.
+// The upper halves are numbers of bf16, rounded by the random bits of elements `i` and following.
 template <class At>
-static inline Vec rounded_randomly(At at, const uint16_t *random, int64_t i, Vec x) {
-    const Bits bits = (Bits)at.load(random, LT_BF16, i).x >> 16;
-    return (Lanes)rounded_randomly((Bits)x.x, bits);
+static inline Bits random_bfloat(At at, const uint16_t *random, int64_t i, Vec x) {
+    return rounded_randomly((Bits)x.x, (Bits)at.load(random, LT_BF16, i).x >> 16);
 }
 
 // Elements [lo, hi) of the list.
@@ -82,7 +82,7 @@ static void round_stochastic(const lt_rounding &t, int64_t lo, int64_t hi) {
         const int64_t end = begin + kTile < hi ? begin + kTile : hi;
         draw(&t.place, 1, 0, begin, end, random);
         for_each_vector(begin, end, [&](auto at, int64_t i) {
-            at.store(t.dst, LT_BF16, i, rounded_randomly(at, random, i - begin, at.load(t.src, LT_FP32, i)));
+            at.store_upper(t.dst, i, random_bfloat(at, random, i - begin, at.load(t.src, LT_FP32, i)));
         });
     }
 }

@@ -6,7 +6,8 @@
 // - The random bits are computed in registers: 6 bytes an element are moved.
 // - The step may be known on the device only, where torch's fused and capturable optimizers count.
 #include "launch.cuh"
-#include "stochastic.h"
+
+#include "../stochastic.h"
 
 namespace lt_cuda {
 

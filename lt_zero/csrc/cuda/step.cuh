@@ -8,8 +8,9 @@
 #pragma once
 
 #include "launch.cuh"
-#include "stochastic.h"
 #include "view.cuh"
+
+#include "../stochastic.h"
 
 namespace lt_cuda {
 
@@ -78,7 +79,8 @@ class Weights {
 #pragma unroll
             for (int k = 0; k < W; ++k) {
                 const uint32_t bits = __float_as_uint(values[k].x);
-                values[k] = Float(__uint_as_float(rounded_randomly(bits, random_bits(cursor, i + k))));
+                const uint32_t rounded = rounded_randomly(bits, random_bits(cursor, i + k));
+                values[k] = Float(__uint_as_float(rounded & 0xffff0000u));  // which is stored as it is
             }
         }
         param.store<W>(i, values);
