@@ -229,7 +229,7 @@ class Run:
         self._own = [torch.zeros(length, dtype=dtype, device=device) for store in self._stored if store is None]  # 1D
         self.steps = torch.zeros(len(members), dtype=torch.float32, device="cpu")  # 1D; on the CPU as torch's counters
         self._counted = torch.zeros_like(self.steps)  # increments of the last step
-        self._new = [False] * len(members)  # without state before the last step
+        self._added: list[list[str]] = [[] for _ in members]  # keys of each state that the last step has added
         self._used: list[bool] = []  # members that ``_counted`` is of
         rounding = random_of(bucket.rounding, bucket.weights.master_dtype)
         self._random = RandomBits(bucket, members, self.lo, rounding.seed) if rounding is not None else None
@@ -271,7 +271,8 @@ class Run:
             return
         for number, (member, views) in enumerate(zip(members, self._views, strict=True)):
             found = state.setdefault(member.fragment, {})
-            self._new[number] = all(found.get(key) is None for key in views)
+            keys = (*views, SEED) if self._random is not None else views
+            self._added[number] = [key for key in keys if found.get(key) is None]
             if not self._kernel.counts and any(found.get(key) is not views[key] for key in self._keys):
                 # Without a counter it only matters whether a step is the first.
                 self.steps[number] = 0.0 if all(found.get(key) is None for key in self._keys) else 1.0
@@ -331,12 +332,12 @@ class Run:
             self._rounded += steps * self._counted
 
     def uncount(self, members: list[StepParam], state: dict[Any, Any]) -> None:
-        """Undo the counting of the last step; what had no state before it has none."""
+        """Undo the counting of the last step, and remove what it has added to states."""
         self._count(-1)
         self._counted, self._used = torch.zeros_like(self._counted), []
-        for member, views, new in zip(members, self._views, self._new, strict=True):
-            if new and (found := state.get(member.parameter)) is not None:
-                for key in (*views, *([SEED] if self._random is not None else [])):
+        for member, added in zip(members, self._added, strict=True):
+            if added and (found := state.get(member.parameter)) is not None:
+                for key in added:
                     found.pop(key, None)
                 if not found:
                     del state[member.parameter]
