@@ -271,7 +271,7 @@ class Run:
             return
         for number, (member, views) in enumerate(zip(members, self._views, strict=True)):
             found = state.setdefault(member.fragment, {})
-            keys = (*views, SEED) if self._random is not None else views
+            keys = [*views, *([SEED] if self._random is not None else [])]
             self._added[number] = [key for key in keys if found.get(key) is None]
             if not self._kernel.counts and any(found.get(key) is not views[key] for key in self._keys):
                 # Without a counter it only matters whether a step is the first.
