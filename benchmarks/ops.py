@@ -1,12 +1,16 @@
 """The kernels against torch's and DeepSpeed's, on one device: interleaved rounds, medians, GB/s of necessary traffic.
 
-    python benchmarks/ops.py [--codecs | --moments] [--numel 50e6] [--rounds 9] [--threads 1 2] [--device cpu]
+    python benchmarks/ops.py [--codecs | --moments | --rounding] [--numel 50e6] [--rounds 9] [--threads 1 2]
+                             [--device cpu] [--cpu-time]
 
 The roof is traffic of the same kind with next to no arithmetic: three streams read, two of them written back.
 "Necessary" counts each byte that a one-pass step must move, so a sequence of several passes shows fewer GB/s.
 
 With ``--codecs``: compression instead, with a residual, in GB/s of fp32 input (of sums: of fp32 output for each of the
 four buffers), against the torch references, and ``torch.topk`` for selections.
+
+With ``--rounding``: AdamW with weights in bf16 alone, rounded to the nearest or at random: in the kernel of the step,
+and by two passes around a step in fp32 (a copy before, rounding after).
 
 With ``--moments``: AdamW alone, with moments in fp32, bf16 and 8 bits, beside torchao's ``AdamW8bit`` where torchao is
 installed. ``--cpu-time`` counts the time of the process's threads instead of the clock's, for machines that are shared.
@@ -31,6 +35,8 @@ from torch import Tensor
 from lt_zero import ops
 from lt_zero.ops import library
 from lt_zero.ops.moments import BLOCK, coded_nbytes
+from lt_zero.ops.places import Place, place_table
+from lt_zero.ops.rounding import ElementRows
 from lt_zero.ops.sparsify import pack_sparse
 from lt_zero.optim import Lamb, Lion
 
@@ -114,6 +120,35 @@ def moment_cases(state: State, device: str) -> Cases:
     if (peer := torchao_adam(state)) is not None:
         cases["moments in 8 bits: torchao"] = (peer.step, 16 * n)
     return cases
+
+
+def rounding_cases(state: State) -> Cases:
+    """AdamW with weights in bf16, from bf16 gradients."""
+    n, weights, device = state.numel, state.out.copy_(state.p), state.p.device
+    places, rows = place_table([Place(0, 0, 0, n, 0, 7, 5)], device), ElementRows(n, 0, n)
+    others = [[state.low], [state.m], [state.v]]
+
+    def two_passes() -> None:
+        state.p.copy_(weights)
+        ops.adam_step([state.p], *others, **OPTIONS)
+
+    def to_nearest() -> None:
+        two_passes()
+        weights.copy_(state.p)
+
+    def at_random() -> None:
+        two_passes()
+        ops.round_stochastic(state.p, weights, rows, seed=7, step=5)
+
+    return {
+        "bf16 weights to the nearest: lt_zero": (lambda: ops.adam_step([weights], *others, **OPTIONS), 22 * n),
+        "bf16 weights to the nearest: two passes": (to_nearest, 22 * n),
+        "bf16 weights at random: lt_zero": (
+            lambda: ops.adam_step([weights], *others, **OPTIONS, places=places),
+            22 * n,
+        ),
+        "bf16 weights at random: two passes": (at_random, 22 * n),
+    }
 
 
 def sequence(state: State, step: Callable[[], Any]) -> Callable[[], None]:
@@ -208,7 +243,7 @@ def cases_of(state: State, device: str) -> Cases:
     cases["norm fp32: lt_zero"] = (lambda: ops.norm_squared([state.g]), 4 * n)
     small = state.cut(max(1, n // 5000))
     many = torch_optimizer(small[0], small[1], fused=True)
-    cases |= others(state)
+    cases |= others(state) | rounding_cases(state)
     cases["5,000 tensors: torch fused"] = (many.step, 28 * n)
     cases["5,000 tensors: lt_zero, list"] = (lambda: ops.adam_step(*small, **OPTIONS), 28 * n)
     cases["5,000 tensors: lt_zero, one bucket"] = (lambda: ops.adam_step(*lists, **OPTIONS), 28 * n)
@@ -301,6 +336,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--codecs", action="store_true", help="compression instead of optimizer steps")
     parser.add_argument("--moments", action="store_true", help="steps of AdamW by the form of its moments")
+    parser.add_argument("--rounding", action="store_true", help="steps of AdamW with weights in bf16")
     parser.add_argument("--cpu-time", action="store_true", help="of all threads, instead of the time that passes")
     parser.add_argument("--numel", type=float, default=50e6)
     parser.add_argument("--rounds", type=int, default=9)
@@ -316,7 +352,7 @@ def main() -> None:
         give({"isa": library.status("cpu").isa, "torch": torch.__version__, "rounds": rounds})
         return
     status = library.status(args.device)
-    kinds = {"Codecs": args.codecs, "Moments of AdamW": args.moments}
+    kinds = {"Codecs": args.codecs, "Moments of AdamW": args.moments, "Weights in bf16": args.rounding}
     title = next((kind for kind, wanted in kinds.items() if wanted), "Kernels")
     processor, clock = (
         cpu_name() if args.device == "cpu" else "",
@@ -329,8 +365,12 @@ def main() -> None:
         torch.set_num_threads(threads)
         torch.manual_seed(0)
         state = State(int(args.numel), args.device)
-        make = moment_cases if args.moments else cases_of
-        cases = codec_cases(state) if args.codecs else make(state, args.device)
+        if args.codecs:
+            cases = codec_cases(state)
+        elif args.rounding:
+            cases = rounding_cases(state)
+        else:
+            cases = moment_cases(state, args.device) if args.moments else cases_of(state, args.device)
         head = f"{threads} thread{'s' * (threads > 1)}" if args.device == "cpu" else torch.cuda.get_device_name()
         what = "fp32" if args.codecs else "necessary traffic"
         lines += ["", f"## {head}", "", *table(cases, measure(cases, args.rounds, args.device, clock), what)]

@@ -19,15 +19,25 @@ enum lt_dtype { LT_FP32 = 0, LT_BF16 = 1, LT_FP16 = 2, LT_CODES = 3 };  // LT_CO
 enum lt_error { LT_OK = 0, LT_BAD_ARGUMENT = 1, LT_OUT_OF_MEMORY = 2, LT_CORRUPT = 3 };
 #define LT_CUDA_ERROR 1000  // CUDA's own codes are added to it
 
+// Where consecutive elements of a tensor are in their parameter, and what their random bits are made of. They are rows of
+// the whole parameter; lt_zero/ops/rounding.py describes both. All numbers have 64 bits: an array of these is a matrix.
+typedef struct {
+    int64_t tensor, begin;      // the first element, in a list of tensors; the next place follows the last one
+    int64_t first, row, stride; // index of the first element; elements of a row; from one row to the next
+    uint64_t seed;              // of the parameter
+    uint64_t step;
+} lt_place;
+
 // What every optimizer step has. Unused arrays are NULL.
 typedef struct {
     int64_t count;              // tensors
     const int64_t *numel;       // [count] elements
-    float *const *param;        // [count] master weights, updated
+    void *const *param;         // [count] master weights, updated
     const void *const *grad;    // [count] read only
     void *const *state1;        // [count] first optimizer state, updated
     void *const *state2;        // [count] second optimizer state, updated
     void *const *out;           // [count] low-precision copies of the updated weights, or NULL
+    int32_t param_dtype;        // LT_FP32 or LT_BF16, to which the updated weights are rounded; then out is LT_BF16, too
     int32_t grad_dtype;         // lt_dtype
     int32_t state_dtype;        // LT_FP32 or LT_BF16; of adam_step also LT_CODES
     int32_t out_dtype;          // lt_dtype; ignored without out
@@ -36,6 +46,9 @@ typedef struct {
     const float *clip;
     const float *found_inf;     // if not NULL and *found_inf != 0, nothing is written
     const float *levels;        // of LT_CODES: the numbers of lt_zero/ops/moments.py, on the device
+    const lt_place *places;     // [place_count] of all elements, in their order, on the device: weights in LT_BF16 are
+                                // rounded up or down at random. NULL: to the nearest
+    int64_t place_count;
 } lt_tensors;
 
 typedef struct {
@@ -85,10 +98,8 @@ typedef struct {
 // fp32 to bf16, rounded up or down at random; lt_zero/ops/rounding.py describes it.
 typedef struct {
     int64_t numel;
-    int64_t first, row, stride; // where the elements are in their parameter
-    uint64_t seed;              // of the parameter
-    uint64_t step;
-    const float *counter;       // where the elements are: the step, instead of `step`; or NULL
+    lt_place place;             // of all elements
+    const float *counter;       // where the elements are: the step, instead of that of the place; or NULL
     const float *src;
     void *dst;
 } lt_rounding;

@@ -23,6 +23,7 @@ from lt_zero.engine.layout import Sharding
 from lt_zero.engine.options import EngineOptions
 from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts
 from lt_zero.engine.weight_rounding import NEAREST, WeightRounding
+from lt_zero.ops.dispatch import MASTERS
 
 DEVICE, HOST, NVME = "device", "host", "nvme"
 
@@ -186,6 +187,11 @@ class StoragePlan:
     def staged(self) -> bool:
         """True if the optimizer steps copies in another dtype. See sharded_optimizer.py, Note [Staged buckets]."""
         return not self.step == self.master == self.accumulate == self.moments.dtype
+
+    @property
+    def suits_kernels(self) -> bool:
+        """True if the kernels' steps can update the master weights: they compute in fp32, and round to these."""
+        return self.step == torch.float32 and self.master in MASTERS
 
     @property
     def cast_nbytes(self) -> int:

@@ -33,7 +33,7 @@ DTYPES = {
     torch.float16: CONSTANTS["LT_FP16"],
 }
 _CODES = CONSTANTS["LT_CODES"]
-LOW_STATE = (torch.float32, torch.bfloat16)
+LOW_STATE = MASTERS = (torch.float32, torch.bfloat16)
 GPU_CHUNK = 1 << 24  # on a GPU every chunk costs launches, and its temporaries memory
 CHUNK = 1 << 17  # elements that a reference works on at a time: its temporaries stay in the cache
 
@@ -283,6 +283,7 @@ def step_tensors(
     scale: Tensor | None = None,
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
+    places: Tensor | None = None,
     codes: bool = False,
     **options: Any,
 ) -> ctypes.Structure:
@@ -296,7 +297,7 @@ def step_tensors(
     device = params[0].device
     if (step := options.get("step", 1.0)) < 1:
         raise ValueError(f"step is {step}; steps are counted from 1.")
-    check_list("params", params, params, [torch.float32])
+    param_dtype = check_list("params", params, params, MASTERS)
     grad_dtype = check_list("grads", grads, params, list(DTYPES))
     coded = codes and are_coded(*states)
     if coded:
@@ -304,13 +305,16 @@ def step_tensors(
     state_dtypes = set() if coded else {check_list("state", state, params, LOW_STATE) for state in states}
     if len(state_dtypes) > 1:
         raise ValueError(f"the optimizer's states have the dtypes {sorted(map(str, state_dtypes))}; one is needed.")
-    out_dtype = check_list("outs", outs, params, list(DTYPES)) if outs else torch.float32
+    copies = list(DTYPES) if param_dtype == torch.float32 else [param_dtype]
+    out_dtype = check_list("outs", outs, params, copies) if outs else param_dtype
+    _check_places(places, params)
     for name, scalar in (("scale", scale), ("clip", clip), ("found_inf", found_inf)):
         check_scalar(name, scalar, device)
     return STRUCTS["lt_tensors"](
         count=len(params),
         numel=sizes(params),
         param=pointers(params),
+        param_dtype=DTYPES[param_dtype],
         grad=pointers(grads),
         state1=pointers(states[0]) if states else None,
         state2=pointers(states[1]) if len(states) > 1 else None,
@@ -323,7 +327,23 @@ def step_tensors(
         clip=address(clip),
         found_inf=address(found_inf),
         levels=address(level_table(device)) if coded else None,
+        places=address(places),
+        place_count=len(places) if places is not None else 0,
     )
+
+
+def _check_places(places: Tensor | None, params: Sequence[Tensor]) -> None:
+    if places is None:
+        return
+    columns, device = len(STRUCTS["lt_place"]._fields_), params[0].device
+    fits = places.dtype == torch.int64 and places.is_contiguous() and places.device == device
+    if not fits or places.dim() != 2 or places.shape[1] != columns or len(places) == 0:
+        raise ValueError(
+            f"places has shape {tuple(places.shape)}, dtype {places.dtype}, on {places.device}; contiguous rows of "
+            f"{columns} int64 on {device} are needed."
+        )
+    if params[0].dtype != torch.bfloat16:
+        raise ValueError(f"params has dtype {params[0].dtype}; only bfloat16 is rounded at random. Leave places out.")
 
 
 def are_coded(*states: Sequence[Tensor]) -> bool:

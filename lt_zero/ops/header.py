@@ -127,7 +127,7 @@ def _field(declared: Declarations, base: str, stars: int) -> Any:
     """The type of a field of a structure."""
     if stars == 0:
         return declared.structs[base] if base in declared.structs else _number(base)
-    if base != "void":
+    if base != "void" and base not in declared.structs:
         _number(base)
     if stars > 1:
         return ctypes.POINTER(ctypes.c_void_p)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -33,14 +33,15 @@ from lt_zero.common import accelerator
 from lt_zero.common.boxes import Box, ParamSpec, cut_range, flat_index
 from lt_zero.ops.dispatch import CHUNK, GPU_CHUNK, address, call, native
 from lt_zero.ops.header import STRUCTS
+from lt_zero.ops.places import Place, SteppedFragment
 
 GROUP, NUMBERS = 128, 16  # elements of a group, and Philox's numbers for them
 _ROUNDS = 7
 _FACTORS, _STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)  # of Philox4x32
 _WORD = 0xFFFFFFFF
 _LARGEST = 0x7F7F0000  # bits of bf16's largest finite number
-_COUNT = "rounding_step"  # state of optimizers that have no counter
-_SEED = "rounding_seed"  # state: a Python int, as 64 bits fit into no floating-point number
+COUNT = "rounding_step"  # state of optimizers that have no counter
+SEED = "rounding_seed"  # state: a Python int, as 64 bits fit into no floating-point number
 
 
 # ---- where elements are in a parameter -------------------------------------------------------------------------------
@@ -159,11 +160,40 @@ def round_stochastic_reference(
     _check(values, out, rows, step)
     size = CHUNK if values.device.type == "cpu" else GPU_CHUNK
     for lo, some in _chunks(rows, size) if rows.numel > 0 else ():
-        value = values[lo : lo + some.numel]
-        bits = value.view(torch.int32)
-        rounded = bits.add(random_bits(some, seed, step, values.device)).bitwise_and_(-0x10000).view(torch.float32)
-        # What is selected from ``rounded`` is exact in bf16, and the copy rounds the rest to the nearest.
-        out[lo : lo + some.numel] = torch.where((bits & 0x7FFFFFFF) > _LARGEST, value, rounded)
+        part = slice(lo, lo + some.numel)
+        _round(values[part], random_bits(some, seed, step, values.device), out[part])
+
+
+def round_by_places(values: Tensor, out: Tensor, places: Tensor, tensor: int, lo: int) -> None:
+    """Round as the kernels of steps do, element by element; waits for the device.
+
+    Args:
+        values: fp32 (1D), elements of a tensor of a list.
+        out: bf16 (1D), of the same size; written.
+        places: of the list, from ``place_table``.
+        tensor: number of the tensor.
+        lo: number of the first element in it.
+    """
+    hi = lo + values.numel()
+    rows = [Place(*row) for row in places.tolist() if row[0] == tensor]
+    for place, end in zip(rows, [*(place.begin for place in rows[1:]), hi], strict=True):
+        first, last = max(lo, place.begin), min(hi, end)
+        at = torch.arange(first - place.begin, max(first, last) - place.begin, device=values.device)
+        index = place.first + at // place.row * place.stride + at % place.row
+        number, half = index // GROUP * NUMBERS + index % NUMBERS, index % GROUP // NUMBERS
+        of_step = [torch.full_like(index, word) for word in (place.step & _WORD, place.step >> 32)]
+        words = philox((number & _WORD, number >> 32, of_step[0], of_step[1]), (place.seed & _WORD, place.seed >> 32))
+        word = torch.stack(words).gather(0, (half // 2).unsqueeze(0))[0]
+        rows_of_chunk = slice(first - lo, max(first, last) - lo)
+        _round(values[rows_of_chunk], (word >> half % 2 * 16 & 0xFFFF).int(), out[rows_of_chunk])
+
+
+def _round(values: Tensor, bits: Tensor, out: Tensor) -> None:
+    """Round fp32 ``values`` to ``out`` (bf16) by 16 random ``bits`` each (int32); all are 1D and contiguous."""
+    integers = values.view(torch.int32)
+    rounded = integers.add(bits).bitwise_and_(-0x10000).view(torch.float32)
+    # What is selected from ``rounded`` is exact in bf16, and the copy rounds the rest to the nearest.
+    out.copy_(torch.where((integers & 0x7FFFFFFF) > _LARGEST, values, rounded))
 
 
 def round_stochastic(values: Tensor, out: Tensor, rows: ElementRows, *, seed: int, step: int | Tensor) -> None:
@@ -174,10 +204,10 @@ def round_stochastic(values: Tensor, out: Tensor, rows: ElementRows, *, seed: in
         return
     _check(values, out, rows, step)
     counter = step.detach().float() if isinstance(step, Tensor) else None
+    place = Place(0, 0, rows.first, rows.row, rows.stride, seed, 0 if isinstance(step, Tensor) else step)
     given = STRUCTS["lt_rounding"](
-        **rows._asdict(),
-        seed=seed,
-        step=0 if isinstance(step, Tensor) else step,
+        numel=rows.numel,
+        place=STRUCTS["lt_place"](*place),
         counter=address(counter),
         src=address(values.detach()),
         dst=address(out.detach()),
@@ -219,7 +249,7 @@ class RoundStochastic:
             master.copy_(values)
             return
         step = _count(state, values.device)
-        seed = _seed_of(state.setdefault(_SEED, self.seed), spec.name)
+        seed = seed_of(state.setdefault(SEED, self.seed), spec.name)
         flat = values.detach().float().reshape(-1)
         out = master.view(-1)
         done = 0
@@ -228,9 +258,59 @@ class RoundStochastic:
             round_stochastic(flat[part], out[part], rows, seed=seed, step=step)
             done += rows.numel
 
+    def bits(self, master: torch.dtype, fragments: Iterable[SteppedFragment]) -> RandomBits | None:
+        return RandomBits(fragments, self.seed) if master == torch.bfloat16 else None
+
+
+class RandomBits:
+    """The random bits of fragments that one kernel steps: Note [Random bits of an element].
+
+    Args:
+        fragments: of parameters.
+        seed: of this run of training, for fragments whose state has none.
+    """
+
+    count_key = COUNT
+    seed_key = SEED
+
+    def __init__(self, fragments: Iterable[SteppedFragment], seed: int) -> None:
+        self._seed = seed
+        self._names: list[str] = []
+        self._rows: list[list[tuple[int, ElementRows]]] = []  # of each fragment, with their first element in the row
+        for fragment in fragments:
+            begin = fragment.begin
+            rows = list[tuple[int, ElementRows]]()
+            for some in rows_of(fragment.spec, fragment.lo, fragment.lo + fragment.numel):
+                if some.numel > 0:
+                    rows.append((begin, some))
+                begin += some.numel
+            self._names.append(fragment.spec.name)
+            self._rows.append(rows)
+        self._seeds = [seed] * len(self._names)  # as the states have them
+
+    def holds(self, states: Sequence[dict[str, Any]]) -> bool:
+        """True if these are the seeds in the fragments' states."""
+        return all(state.get(SEED) == seed for state, seed in zip(states, self._seeds, strict=True))
+
+    def adopt(self, number: int, state: dict[str, Any]) -> None:
+        """Take the seed of one fragment from its state, which gets one if it has none."""
+        self._seeds[number] = state.setdefault(SEED, self._seed)
+
+    def places(self, first: int, last: int, steps: Sequence[float]) -> list[Place]:
+        """The places of the fragments from ``first`` to ``last``, with the number of each one's step."""
+        found = []
+        for number in range(first, last + 1):
+            seed = seed_of(self._seeds[number], self._names[number])
+            found += [
+                Place(0, begin, rows.first, rows.row, rows.stride, seed, int(steps[number]))
+                for begin, rows in self._rows[number]
+            ]
+        return found
+
 
 @functools.lru_cache(maxsize=1 << 16)
-def _seed_of(seed: int, name: str) -> int:
+def seed_of(seed: int, name: str) -> int:
+    """The seed (64 bits) of the parameter ``name`` in a run with ``seed``."""
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -246,7 +326,7 @@ def _count(state: dict[str, Any], device: torch.device) -> int | Tensor:
         return known
     if isinstance(known, int | float) or (isinstance(known, Tensor) and known.numel() == 1):
         return int(known)
-    count = int(state.get(_COUNT, 0)) + 1
+    count = int(state.get(COUNT, 0)) + 1
     # A tensor as torch's counters, which checkpoints keep in its dtype.
-    state[_COUNT] = torch.tensor(float(count), dtype=torch.float32, device="cpu")
+    state[COUNT] = torch.tensor(float(count), dtype=torch.float32, device="cpu")
     return count

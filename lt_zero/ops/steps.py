@@ -6,7 +6,8 @@ Each reference defines its operation: the same numbers to the last bit where tor
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,48 @@ from lt_zero.ops.dispatch import (
     store,
 )
 from lt_zero.ops.header import STRUCTS
+from lt_zero.ops.rounding import round_by_places
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """A chunk of master weights in a reference.
+
+    Attributes:
+        values: in fp32, where the step is computed: ``stored`` itself, or a copy.
+        stored: the master weights.
+        out: receives a copy of these, or None.
+        places: of all elements of the list, or None.
+        tensor: number of the tensor.
+        lo: number of the first element in it.
+    """
+
+    values: Tensor
+    stored: Tensor
+    out: Tensor | None
+    places: Tensor | None
+    tensor: int
+    lo: int
+
+    def keep(self) -> None:
+        """Round ``values`` to the master weights, and copy these to ``out``."""
+        if self.places is not None:
+            round_by_places(self.values, self.stored, self.places, self.tensor, self.lo)
+        else:
+            store(self.stored, self.values)
+        store(self.out, self.stored)
+
+
+def _weight_chunks(
+    params: Sequence[Tensor], outs: Sequence[Tensor] | None, places: Tensor | None, *lists: Sequence[Tensor] | None
+) -> Iterator[tuple[Any, ...]]:
+    """Yield ``_Weights`` of one chunk after the other, and the same chunk of each of ``lists``."""
+    for number, param in enumerate(params):
+        own = ([tensors[number]] if tensors else None for tensors in (outs, *lists))
+        lo = 0
+        for stored, out, *others in chunks([param], *own):
+            yield _Weights(stored.float(), stored, out, places, number, lo), *others
+            lo += stored.numel()
 
 
 def adam_step_reference(
@@ -52,20 +95,23 @@ def adam_step_reference(
     scale: Tensor | None = None,
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> None:
     """Unscale, clip, update moments and weights, and write the low-precision copy: one pass over memory.
 
     Args:
-        params: fp32 master weights, contiguous, any shape; updated.
+        params: master weights in fp32 or bf16, contiguous, any shape; updated. The step is computed in fp32.
         grads: of the same sizes, in fp32, bf16 or fp16.
         exp_avgs, exp_avg_sqs: first and second moments in fp32 or bf16, or as codes (1D uint8, moments.py); updated.
-        outs: receive the updated weights, rounded to their dtype (fp32, bf16 or fp16).
+        outs: receive the updated weights, rounded to their dtype (fp32, bf16 or fp16; beside bf16 weights bf16).
         lr, beta1, beta2, eps, weight_decay: as in ``torch.optim.AdamW``.
         step: the number of this step, from 1.
         decoupled: AdamW's weight decay; False adds it to the gradient.
         maximize: negates the gradient.
         scale, clip: one fp32 number each on the parameters' device; gradients are multiplied by their product.
         found_inf: one fp32 number; if it is not zero nothing is written, without synchronizing with the host.
+        places: of all elements, from ``place_table``: weights in bf16 are rounded up or down at random. None: to the
+            nearest.
 
     Raises:
         ValueError: a list does not match ``params`` in length, size, device or dtype.
@@ -83,8 +129,8 @@ def adam_step_reference(
     # Corrections of the bias are in fp64, as in torch. The kernels compute the lines below in this order: another one
     # changes the last bit.
     step_size, correction2 = lr / (1.0 - beta1**step), (1.0 - beta2**step) ** 0.5
-    for p, grad, exp_avg, exp_avg_sq, out in chunks(params, grads, exp_avgs, exp_avg_sqs, outs):
-        g, m, v = gradient(grad, factor, maximize), exp_avg.float(), exp_avg_sq.float()
+    for weights, grad, exp_avg, exp_avg_sq in _weight_chunks(params, outs, places, grads, exp_avgs, exp_avg_sqs):
+        p, g, m, v = weights.values, gradient(grad, factor, maximize), exp_avg.float(), exp_avg_sq.float()
         if weight_decay != 0.0 and decoupled:
             p.mul_(1.0 - lr * weight_decay)
         elif weight_decay != 0.0:
@@ -94,7 +140,7 @@ def adam_step_reference(
         p.addcdiv_(m, exact_sqrt(v).div_(correction2).add_(eps), value=-step_size)
         store(exp_avg, m)
         store(exp_avg_sq, v)
-        store(out, p)
+        weights.keep()
     for state, values, signed in zip(coded, (exp_avgs, exp_avg_sqs), (True, False), strict=True) if decoded else ():
         for rows, value in zip(state, values, strict=True):
             moments.encode(value, signed, rows)
@@ -117,26 +163,27 @@ def lion_step_reference(
     scale: Tensor | None = None,
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> None:
     """One step of Lion in one pass over memory, with decoupled weight decay.
 
     Args:
         exp_avgs: momentum in fp32 or bf16; updated.
         lr, beta1, beta2, weight_decay: as in the paper.
-        params, grads, outs, maximize, scale, clip, found_inf: as in ``adam_step``, as the errors.
+        params, grads, outs, maximize, scale, clip, found_inf, places: as in ``adam_step``, as the errors.
     """
     if skipped(found_inf):
         return
     factor = factor_of(scale, clip)
-    for p, grad, exp_avg, out in chunks(params, grads, exp_avgs, outs):
-        g, m = gradient(grad, factor, maximize), exp_avg.float()
+    for weights, grad, exp_avg in _weight_chunks(params, outs, places, grads, exp_avgs):
+        p, g, m = weights.values, gradient(grad, factor, maximize), exp_avg.float()
         if weight_decay != 0.0:
             p.mul_(1.0 - lr * weight_decay)
         # Step before the momentum changes: the direction mixes the old one with this gradient.
         p.sub_(m.lerp(g, 1.0 - beta1).sign_(), alpha=lr)
         m.lerp_(g, 1.0 - beta2)
         store(exp_avg, m)
-        store(out, p)
+        weights.keep()
 
 
 lion_step = step_operator(lion_step_reference, STRUCTS["lt_lion"])
@@ -155,6 +202,7 @@ def adagrad_step_reference(
     scale: Tensor | None = None,
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> None:
     """One step of Adagrad in one pass over memory.
 
@@ -162,19 +210,19 @@ def adagrad_step_reference(
         state_sums: sums of squared gradients in fp32 or bf16; updated.
         lr: the decayed rate: ``lr / (1 + (step - 1) * lr_decay)`` of ``torch.optim.Adagrad``.
         eps, weight_decay: as in ``torch.optim.Adagrad``.
-        params, grads, outs, maximize, scale, clip, found_inf: as in ``adam_step``, as the errors.
+        params, grads, outs, maximize, scale, clip, found_inf, places: as in ``adam_step``, as the errors.
     """
     if skipped(found_inf):
         return
     factor = factor_of(scale, clip)
-    for p, grad, state_sum, out in chunks(params, grads, state_sums, outs):
-        g, total = gradient(grad, factor, maximize), state_sum.float()
+    for weights, grad, state_sum in _weight_chunks(params, outs, places, grads, state_sums):
+        p, g, total = weights.values, gradient(grad, factor, maximize), state_sum.float()
         if weight_decay != 0.0:
             g = g.add(p, alpha=weight_decay)
         total.addcmul_(g, g)
         p.addcdiv_(g, exact_sqrt(total).add_(eps), value=-lr)
         store(state_sum, total)
-        store(out, p)
+        weights.keep()
 
 
 adagrad_step = step_operator(adagrad_step_reference, STRUCTS["lt_adagrad"])
@@ -196,6 +244,7 @@ def sgd_step_reference(
     scale: Tensor | None = None,
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> None:
     """One step of SGD in one pass over memory.
 
@@ -203,13 +252,13 @@ def sgd_step_reference(
         momentum_buffers: in fp32 or bf16; updated. Empty if ``momentum`` is 0.
         lr, momentum, dampening, weight_decay, nesterov: as in ``torch.optim.SGD``.
         first: whether the momentum buffers are uninitialized; they are written, not read.
-        params, grads, outs, maximize, scale, clip, found_inf: as in ``adam_step``, as the errors.
+        params, grads, outs, maximize, scale, clip, found_inf, places: as in ``adam_step``, as the errors.
     """
     if skipped(found_inf):
         return
     factor = factor_of(scale, clip)
-    for p, grad, momentum_buffer, out in chunks(params, grads, momentum_buffers, outs):
-        g = gradient(grad, factor, maximize)
+    for weights, grad, momentum_buffer in _weight_chunks(params, outs, places, grads, momentum_buffers):
+        p, g = weights.values, gradient(grad, factor, maximize)
         if weight_decay != 0.0:
             g = g.add(p, alpha=weight_decay)
         if momentum != 0.0:
@@ -219,7 +268,7 @@ def sgd_step_reference(
             store(momentum_buffer, buffer)
             g = g.add(buffer, alpha=momentum) if nesterov else buffer
         p.add_(g, alpha=-lr)
-        store(out, p)
+        weights.keep()
 
 
 sgd_step = step_operator(sgd_step_reference, STRUCTS["lt_sgd"])
@@ -249,7 +298,7 @@ def lamb_update_reference(
     It is not stored: the second pass computes it again.
 
     Args:
-        params: fp32 master weights, contiguous, any shape; only read.
+        params: master weights in fp32 or bf16, contiguous, any shape; only read.
         grads: of the same sizes, in fp32, bf16 or fp16.
         exp_avgs, exp_avg_sqs: first and second moments in fp32 or bf16; updated.
         beta1, beta2, eps, weight_decay: as in ``lt_zero.optim.Lamb``.
@@ -274,7 +323,7 @@ def lamb_update_reference(
             store(exp_avg_sq, v)
             # From the moments as they were stored: the second pass reads them rounded, and its update has to have this
             # norm.
-            update = _lamb_direction(p, exp_avg, exp_avg_sq, eps, weight_decay)
+            update = _lamb_direction(p.float(), exp_avg, exp_avg_sq, eps, weight_decay)
             row += torch.stack([p.double().square().sum(), update.double().square().sum()])
     return norms
 
@@ -289,27 +338,27 @@ def lamb_apply_reference(
     eps: float,
     weight_decay: float,
     found_inf: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> None:
     """The second pass of LAMB: subtract ``rate * update`` from the weights.
 
     Args:
-        params: fp32 master weights, contiguous, any shape; updated.
+        params: master weights in fp32 or bf16, contiguous, any shape; updated.
         exp_avgs, exp_avg_sqs: as ``lamb_update`` left them.
         rates: [len(params)] fp32, on the parameters' device: learning rate times trust ratio.
         outs: receive the updated weights, rounded to their dtype.
         eps, weight_decay: as in ``lamb_update``.
-        found_inf: as in ``adam_step``.
+        found_inf, places: as in ``adam_step``.
 
     Raises:
         ValueError: a list does not match ``params`` in length, size, device or dtype.
     """
     if skipped(found_inf):
         return
-    for number, param in enumerate(params):
-        out = [outs[number]] if outs else None
-        for p, m, v, o in chunks([param], [exp_avgs[number]], [exp_avg_sqs[number]], out):
-            p.addcmul_(_lamb_direction(p, m, v, eps, weight_decay), rates[number], value=-1.0)
-            store(o, p)
+    for weights, m, v in _weight_chunks(params, outs, places, exp_avgs, exp_avg_sqs):
+        update = _lamb_direction(weights.values, m, v, eps, weight_decay)
+        weights.values.addcmul_(update, rates[weights.tensor], value=-1.0)
+        weights.keep()
 
 
 def _lamb_direction(p: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, eps: float, weight_decay: float) -> Tensor:
@@ -349,14 +398,15 @@ def _run_lamb_apply(
     eps: float,
     weight_decay: float,
     found_inf: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> None:
     lib, device = native(params[0].device), params[0].device
     # Every list of tensors has gradients; this pass does not read them.
-    tensors = step_tensors(params, params, (exp_avgs, exp_avg_sqs), outs, found_inf=found_inf)
+    tensors = step_tensors(params, params, (exp_avgs, exp_avg_sqs), outs, found_inf=found_inf, places=places)
     check_list("rates", [rates], [params[0].new_empty(len(params))], [torch.float32])
     if lib is None:
-        options = {"eps": eps, "weight_decay": weight_decay}
-        lamb_apply_reference(params, exp_avgs, exp_avg_sqs, rates, outs, found_inf=found_inf, **options)
+        options: dict[str, Any] = {"eps": eps, "weight_decay": weight_decay, "found_inf": found_inf, "places": places}
+        lamb_apply_reference(params, exp_avgs, exp_avg_sqs, rates, outs, **options)
         return
     lamb = STRUCTS["lt_lamb"](eps=eps, weight_decay=weight_decay)
     call(lib, "lamb_apply", device, ctypes.byref(tensors), ctypes.byref(lamb), address(rates))

@@ -419,7 +419,7 @@ class _Sums:
         copies = [
             int(row.shard_numel * row.step.itemsize * self._copies_of(row))
             for row in trained
-            if row.staged and not (self._is_fused(row) and row.step == row.master == torch.float32)
+            if row.staged and not (self._is_fused(row) and row.suits_kernels)
         ]
         place = self.memory if any(row.states != DEVICE for row in trained) else DEVICE
         return [(self.memory, OFFLOAD, most), (place, STEP, max(copies, default=0))]

@@ -1,4 +1,4 @@
-"""The user's optimizer through one kernel: unscale, clip, update and low-precision copy in one pass over memory.
+"""The user's optimizer through one kernel: unscale, clip, update, round and low-precision copy in one pass over memory.
 
 The optimizer stays the user's: its groups are read at every step, its state has its own keys and shapes. The kernels
 agree with the optimizers' arithmetic to the last bits (``lt_zero.ops``).
@@ -26,6 +26,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from lt_zero import ops
 from lt_zero.common.compat import step_hooks, without_grad
 from lt_zero.engine.bucket import Bucket
+from lt_zero.ops.places import Place, SteppedFragment, place_table
 from lt_zero.optim.spec import Kernel, Options, SecondPass, chosen, kernel_of
 from lt_zero.step.full_norms import FullNorms
 from lt_zero.step.param_groups import ShardedParamGroups, StepParam
@@ -111,6 +112,7 @@ class Part:
     hi: int
     index: int  # of the first parameter, in its bucket
     options: Options  # of the operation, when the step was planned
+    places: list[Place]  # where the elements are in their parameters; empty: they are not rounded at random
 
 
 class Run:
@@ -138,13 +140,22 @@ class Run:
         self._own = [torch.zeros(length, dtype=dtype, device=device) for store in self._stored if store is None]  # 1D
         self.steps = torch.zeros(len(members), dtype=torch.float32, device="cpu")  # 1D; on the CPU as torch's counters
         self._counted = torch.zeros_like(self.steps)  # increments of the last step
-        self._new = [False] * len(members)  # without state before the last step
+        self._added: list[list[str]] = [[] for _ in members]  # keys of each state that the last step has added
         self._used: list[bool] = []  # members that ``_counted`` is of
-        self._has_views = bool(keys)
+        fragments = [
+            SteppedFragment(bucket.layout.spans[piece.index].spec, piece.offset - self.lo, piece.lo, piece.numel)
+            for piece in (member.piece for member in members)
+        ]
+        self._random = bucket.rounding.bits(bucket.weights.master_dtype, fragments)
+        self._keys = keys
+        # Without a counter of the optimizer, ``steps`` only says which step is the first.
+        self._rounded = self.steps if kernel.counts else torch.zeros_like(self.steps)
         self._views: list[dict[str, Tensor]] = []  # the state of each member
-        for step, member in zip(self.steps, members, strict=True):
+        for step, rounded, member in zip(self.steps, self._rounded, members, strict=True):
             lo, shape = member.piece.offset - self.lo, member.fragment.shape
             views = {"step": step} if kernel.counts and keys else {}
+            if self._random is not None and not kernel.counts:
+                views[self._random.count_key] = rounded
             for number, (key, stored) in enumerate(zip(keys, self._stored, strict=True)):
                 if stored is None:
                     views[key] = self._form.view(partial(_part_of, self._own[number]), lo, shape, key)
@@ -163,27 +174,30 @@ class Run:
 
     def holds(self, states: list[Options]) -> bool:
         """True if ``states`` are this run's views, not replaced by others."""
-        return all(
+        return (self._random is None or self._random.holds(states)) and all(
             all(found.get(key) is view for key, view in views.items())
             for found, views in zip(states, self._views, strict=True)
         )
 
     def adopt(self, members: list[StepParam], state: dict[Any, Any]) -> None:
         """Make the optimizer's state of each fragment a view of this run's, keeping its values."""
-        if not self._has_views:
+        if not self._keys and self._random is None:
             return
         for number, (member, views) in enumerate(zip(members, self._views, strict=True)):
             found = state.setdefault(member.fragment, {})
-            self._new[number] = all(found.get(key) is None for key in views)
-            if not self._kernel.counts and any(found.get(key) is not view for key, view in views.items()):
+            keys = [*views, *([self._random.seed_key] if self._random is not None else [])]
+            self._added[number] = [key for key in keys if found.get(key) is None]
+            if not self._kernel.counts and any(found.get(key) is not views[key] for key in self._keys):
                 # Without a counter it only matters whether a step is the first.
-                self.steps[number] = 0.0 if self._new[number] else 1.0
+                self.steps[number] = 0.0 if all(found.get(key) is None for key in self._keys) else 1.0
+            if self._random is not None:
+                self._random.adopt(number, found)
             for key, view in views.items():
                 given = found.get(key)
                 if given is view:
                     continue
                 if given is None:
-                    view.fill_(0.0 if key == "step" else self._initial)
+                    view.fill_(self._initial if key in self._keys else 0.0)
                 elif not isinstance(given, Tensor):
                     view.fill_(given)
                 elif given.numel() == view.numel():
@@ -201,29 +215,43 @@ class Run:
         used = [member.used for member in members]
         if used != self._used:
             self._counted, self._used = torch.tensor(used, dtype=torch.float32, device="cpu"), used
-        self.steps += self._counted
+        self._count(1)
         counts = self.steps.tolist()
+        last = len(members) - 1
         if all(used) and not self._kernel.collective and counts.count(counts[0]) == len(counts):
-            return [Part(self, 0, self.hi - self.lo, members[0].piece.index, self._kernel.options(group, counts[0]))]
+            return [self._part(members, 0, last, self._kernel.options(group, counts[0]))]
         stepped = {n for n, has in zip(counts, used, strict=True) if has}
         options = {n: self._kernel.options(group, n) for n in stepped}
-        numbered = [(options[n] if m.used else None, m.piece) for n, m in zip(counts, members, strict=True)]
+        numbered = [
+            (options[n] if m.used else None, number) for number, (n, m) in enumerate(zip(counts, members, strict=True))
+        ]
         parts = []
         for found, row in groupby(numbered, key=lambda item: item[0]):
-            pieces = [piece for _, piece in row]
+            numbers = [number for _, number in row]
             if found is not None:
-                for some in [[piece] for piece in pieces] if self._kernel.collective else [pieces]:
-                    lo, hi = some[0].offset - self.lo, some[-1].offset + some[-1].numel - self.lo
-                    parts.append(Part(self, lo, hi, some[0].index, found))
+                for some in [[number] for number in numbers] if self._kernel.collective else [numbers]:
+                    parts.append(self._part(members, some[0], some[-1], found))
         return parts
 
+    def _part(self, members: list[StepParam], first: int, last: int, options: Options) -> Part:
+        """The step of the members from ``first`` to ``last``."""
+        lo, end = members[first].piece.offset - self.lo, members[last].piece
+        places = self._random.places(first, last, self._rounded.tolist()) if self._random is not None else []
+        return Part(self, lo, end.offset + end.numel - self.lo, members[first].piece.index, options, places)
+
+    def _count(self, steps: int) -> None:
+        """Add a number of steps to the counts of the members that were used."""
+        self.steps += steps * self._counted
+        if self._rounded is not self.steps:
+            self._rounded += steps * self._counted
+
     def uncount(self, members: list[StepParam], state: dict[Any, Any]) -> None:
-        """Undo the counting of the last step; what had no state before it has none."""
-        self.steps -= self._counted
+        """Undo the counting of the last step, and remove what it has added to states."""
+        self._count(-1)
         self._counted, self._used = torch.zeros_like(self._counted), []
-        for member, views, new in zip(members, self._views, self._new, strict=True):
-            if new and (found := state.get(member.parameter)) is not None:
-                for key in views:
+        for member, added in zip(members, self._added, strict=True):
+            if added and (found := state.get(member.parameter)) is not None:
+                for key in added:
                     found.pop(key, None)
                 if not found:
                     del state[member.parameter]
@@ -244,14 +272,19 @@ class Rows:
     def __init__(self, kernel: Kernel, factor: Tensor | None, options: Options) -> None:
         self.kernel, self.options, self._factor = kernel, options, factor
         self.places: list[tuple[Bucket, int]] = []  # bucket of a row, and the index of its first parameter
+        self.positions: list[Place] = []
         self.params: list[Tensor] = []
         self.grads: list[Tensor] = []
         self.states: list[list[Tensor]] = [[] for _ in kernel.keys]
         self.outs: list[Tensor] = []
 
-    def add(self, bucket: Bucket, index: int, lo: int, hi: int, states: list[Tensor], out: Tensor | None) -> None:
-        """Add elements [lo, hi) of this rank's shard; ``out`` (1D, as the shard) takes their compute copy."""
-        self.places.append((bucket, index))
+    def add(self, part: Part, out: Tensor | None) -> None:
+        """Add a part; ``out`` (1D, as this rank's shard) takes its compute copy."""
+        bucket, lo, hi = part.run.bucket, part.run.lo + part.lo, part.run.lo + part.hi
+        states = [part.run.rows(state, part.lo, part.hi) for state in part.run.states]
+        number = len(self.params)
+        self.positions += [place._replace(tensor=number, begin=place.begin - part.lo) for place in part.places]
+        self.places.append((bucket, part.index))
         self.params.append(bucket.weights.master_rows[lo:hi])
         self.grads.append(bucket.grads.stored()[0][lo:hi])
         # A group without states has none to add (SGD without momentum).
@@ -265,10 +298,15 @@ class Rows:
         """The factor of the gradients, on their device."""
         return self._factor.to(self.params[0].device) if self._factor is not None else None
 
+    @property
+    def place_table(self) -> Tensor | None:
+        """The places of all elements, on their device; None: they are not rounded at random."""
+        return place_table(self.positions, self.params[0].device) if self.positions else None
+
     def launch(self, found_inf: Tensor | None) -> None:
         """Run the kernel; it writes nothing if ``found_inf`` (0D fp32) is not zero."""
-        rows = (self.params, self.grads, *self.states, self.outs)
-        getattr(ops, self.kernel.operation)(*rows, **self.options, scale=self.factor, found_inf=found_inf)
+        rows, options = (self.params, self.grads, *self.states, self.outs), {**self.options, "found_inf": found_inf}
+        getattr(ops, self.kernel.operation)(*rows, **options, scale=self.factor, places=self.place_table)
 
 
 # ---- the step --------------------------------------------------------------------------------------------------------
@@ -310,7 +348,7 @@ class FusedStep:
         return {
             bucket
             for bucket in buckets
-            if bucket.step_dtype == bucket.weights.master_dtype == torch.float32
+            if bucket.storage.suits_kernels
             and bucket.moments.is_taken_by(self._kernel.operation)
             and ops.available(torch.device("cpu") if bucket.offloaded else bucket.flat.device)
         }
@@ -319,7 +357,7 @@ class FusedStep:
         """True if this rank steps a bucket without collectives; the same on all ranks."""
         return not self._kernel.collective or bucket.is_whole
 
-    def refusal(self, otherwise: str = "master weights that are not fp32, or kernels that are not available") -> str:
+    def refusal(self, otherwise: str = "master weights in another dtype, or kernels that are not available") -> str:
         """The reason why the optimizer's own step runs; ``otherwise`` if that is because of buckets or the machine."""
         # The kernel runs where torch's step would begin: hooks around it, or a ``GradScaler`` that passes it a scale,
         # would come too late or find no fragments.
@@ -429,11 +467,11 @@ class FusedStep:
         for part in parts:
             bucket = part.run.bucket
             (grads, factor), out = bucket.grads.stored(), targets[bucket]
-            key = (*part.options.values(), grads.dtype, out is None or out.dtype, bucket.moments.name, id(factor))
+            dtypes = grads.dtype, bucket.weights.master_dtype, out is None or out.dtype
+            key = (*part.options.values(), *dtypes, bucket.moments.name, id(factor))
             if key not in calls:
                 calls[key] = Rows(self._kernel, factor, part.options)
-            states = [part.run.rows(state, part.lo, part.hi) for state in part.run.states]
-            calls[key].add(bucket, part.index, part.run.lo + part.lo, part.run.lo + part.hi, states, out)
+            calls[key].add(part, out)
         for bucket, target in targets.items():
             bucket.weights.note_kernel(writes_copy=target is not None)
         try:
@@ -490,5 +528,5 @@ def launch_both(second: SecondPass, calls: Sequence[Rows], norms: FullNorms | No
         squares = norms.at([place for rows in calls for place in rows.places], squares)
     for rows, mine in zip(calls, squares.split([len(rows.params) for rows in calls]), strict=True):
         rates = second.rates(mine, rows.options).to(rows.params[0].device, torch.float32)
-        options = chosen(rows.options, *second.shared)
-        getattr(ops, second.operation)(rows.params, *rows.states, rates, rows.outs, **options, found_inf=found_inf)
+        options = {**chosen(rows.options, *second.shared), "found_inf": found_inf, "places": rows.place_table}
+        getattr(ops, second.operation)(rows.params, *rows.states, rates, rows.outs, **options)

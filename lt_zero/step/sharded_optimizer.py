@@ -7,7 +7,7 @@ Note [The plan of a step]
 Note [Staged buckets]
     Where master weights, accumulators or moments have 16 bits and the step has not, the optimizer steps fp32 copies of
     one bucket's fragments, gradients and moments at a time. The update is computed in fp32 and rounded once, weights as
-    ``StoragePlan.rounding`` says.
+    ``StoragePlan.rounding`` says. A kernel does the same without copies.
 """
 
 from __future__ import annotations

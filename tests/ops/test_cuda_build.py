@@ -13,6 +13,7 @@ import ctypes
 import functools
 import glob
 import itertools
+import random
 import re
 import shutil
 import subprocess
@@ -31,9 +32,11 @@ from lt_zero.ops import dispatch, library
 from lt_zero.ops.compiler import CSRC, CUDA_FLAGS, build, load, recipe_of
 from lt_zero.ops.header import STRUCTS
 from lt_zero.ops.nf4 import NF4
+from lt_zero.ops.places import place_table
 from lt_zero.ops.quantize import dequantize_rows, quantize_rows
 from lt_zero.ops.rounding import ElementRows
 from tests.support.emulated_cuda import compile_emulated, races
+from tests.support.kernel_inputs import places_of
 from tests.support.matrix import only, only_rows
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -315,6 +318,20 @@ def test_steps(device: torch.device, rule: tuple[str, dict[str, Any], str], dtyp
     compare(name, device, step_arenas(SIZES, dtypes, states), **options)
 
 
+@pytest.mark.parametrize("at_random", [True, False], ids=["at random", "nearest"])
+@pytest.mark.parametrize("dtypes", [(BF16, FP32, BF16), (FP32, BF16, None), (BF16, BF16, None)], ids=str)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule[0])
+def test_steps_of_bf16_weights(
+    device: torch.device, rule: tuple[str, dict[str, Any], str], dtypes: tuple[Any, ...], at_random: bool
+) -> None:
+    """Several chunks, parameters that begin anywhere in one, rows of one element and of many; several batches."""
+    name, options, states = rule
+    for sizes in (SIZES, MANY) if dtypes[2] else (SIZES,):
+        arenas = [Arena(sizes, BF16, 0), *step_arenas(sizes, dtypes, states)[1:]]
+        places = place_table(places_of(sizes, random.Random(name)), torch.device("cpu")) if at_random else None
+        compare(name, device, arenas, **options, places=places)
+
+
 @pytest.mark.parametrize("given", [("scale",), ("clip",), ("scale", "clip")], ids=str)
 def test_gradients_are_scaled_clipped_and_flipped(device: torch.device, given: tuple[str, ...]) -> None:
     scalars = {name: torch.tensor(value) for name, value in (("scale", 1 / 3), ("clip", 0.7)) if name in given}
@@ -363,6 +380,19 @@ def test_lamb(device: torch.device, sizes: list[int], grad: torch.dtype, state: 
     flat = torch.rand(len(sizes), generator=torch.Generator().manual_seed(6)) + 0.5
     rates = SimpleNamespace(flat=flat, views=lambda flat: flat)
     compare("lamb_apply", device, [param, *moments, rates, out], **rule, found_inf=skip)
+
+
+@pytest.mark.parametrize("at_random", [True, False], ids=["at random", "nearest"])
+def test_lamb_of_bf16_weights(device: torch.device, at_random: bool) -> None:
+    rule, sizes = {"eps": 1e-6, "weight_decay": 0.01}, [8193, 0, 5, 4097, *MANY[:70]]  # two batches
+    param, out = Arena(sizes, BF16, 0), Arena(sizes, BF16, 1)
+    moments = [Arena(sizes, FP32, 2), Arena(sizes, FP32, 3, "squares")]
+    arenas = [param, Arena(sizes, BF16, 1), *moments]
+    norms, expected = compare("lamb_update", device, arenas, **rule, beta1=0.9, beta2=0.99)
+    torch.testing.assert_close(norms.cpu(), expected, rtol=1e-14, atol=0.0)
+    rates = SimpleNamespace(flat=torch.rand(len(sizes)) + 0.5, views=lambda flat: flat)
+    places = place_table(places_of(sizes, random.Random(0)), torch.device("cpu")) if at_random else None
+    compare("lamb_apply", device, [param, *moments, rates, out], **rule, places=places)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
@@ -589,6 +619,8 @@ def refuses_bad_steps(lib: ctypes.CDLL, x: Tensor) -> None:
 
     bad: list[dict[str, Any]] = [{"count": -1}, {"numel": NEGATIVE}, {"numel": None}, {"grad_dtype": 3}]
     bad += [{"grad_dtype": -1}, {"state_dtype": 2}, {"out_dtype": 7}, {"param": None}, {"grad": NULL}]
+    bad += [{"param_dtype": 2}, {"param_dtype": 1, "out_dtype": 0}, {"places": here, "place_count": 1}]
+    bad += [{"param_dtype": 1, "out_dtype": 1, "places": here}]
     for change in bad:
         assert set(codes(lists_of(x, **change), 0)) == {BAD_ARGUMENT}, change
     assert set(codes(lists_of(x, state1=None), 1)) == {BAD_ARGUMENT}
@@ -655,10 +687,12 @@ def refuses_bad_codes(lib: ctypes.CDLL, x: Tensor) -> None:
 
 
 def refuses_bad_rounding(lib: ctypes.CDLL, x: Tensor) -> None:
-    good = {"numel": 4, "first": 0, "row": 2, "stride": 2, "src": x.data_ptr(), "dst": x.data_ptr()}
+    good, rows = {"numel": 4, "src": x.data_ptr(), "dst": x.data_ptr()}, {"first": 0, "row": 2, "stride": 2}
     bad: list[dict[str, Any]] = [{"numel": -1}, {"row": 0}, {"row": 3}, {"first": -1}, {"stride": -1}]
     for change in [*bad, {"src": None}, {"dst": None}]:
-        rounding = STRUCTS["lt_rounding"](**(good | change))
+        place = STRUCTS["lt_place"](**(rows | {key: change[key] for key in change if key in rows}))
+        given = good | {key: change[key] for key in change if key in good}
+        rounding = STRUCTS["lt_rounding"](**given, place=place)
         assert lib.lt_cuda_round_stochastic(ctypes.byref(rounding), None) == BAD_ARGUMENT, change
     assert lib.lt_cuda_round_stochastic(None, None) == BAD_ARGUMENT
     assert lib.lt_cuda_round_stochastic(ctypes.byref(STRUCTS["lt_rounding"]()), None) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +16,9 @@ from lt_zero import ops
 from lt_zero.ops.dispatch import step_tensors
 from lt_zero.ops.header import STRUCTS
 from lt_zero.ops.moments import BLOCK, CodedMoments, CodedTensor, PlainMoments, coded_nbytes, decode, encode, levels_of
+from lt_zero.ops.places import place_table
 from tests.support.emulated_cuda import compile_emulated, races
+from tests.support.kernel_inputs import places_of
 
 CPU = torch.device("cpu")
 SIZES = [1, 255, 256, 257, 70_001]
@@ -121,13 +124,16 @@ def test_codes_are_the_reference_at_every_turn(isa: str, scale: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_cuda_emulated_is_the_cpu(tmp_path: Path, dtype: torch.dtype) -> None:
     library = compile_emulated(tmp_path, ["adam", "runtime"])
-    mine, theirs = (lists(dtype, True) for _ in range(2))
-    options = STRUCTS["lt_adam"](step=2.0, decoupled=1, **OPTIONS)
-    described = step_tensors(mine[0], mine[1], (mine[2], mine[3]), mine[4], codes=True)
-    assert library.lt_cuda_adam_step(ctypes.byref(described), ctypes.byref(options), None) == 0
-    ops.adam_step(*theirs, step=2.0, **OPTIONS)
-    for some, others in zip(mine, theirs, strict=True):
-        assert all(map(torch.equal, some, others))
+    table = place_table(places_of(SIZES, random.Random(0)), CPU)
+    for weights, places in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, table)):
+        mine, theirs = (lists(dtype, True) for _ in range(2))
+        mine[0], theirs[0] = ([p.to(weights) for p in some] for some in (mine[0], theirs[0]))
+        options = STRUCTS["lt_adam"](step=2.0, decoupled=1, **OPTIONS)
+        described = step_tensors(mine[0], mine[1], (mine[2], mine[3]), mine[4], codes=True, places=places)
+        assert library.lt_cuda_adam_step(ctypes.byref(described), ctypes.byref(options), None) == 0
+        ops.adam_step(*theirs, step=2.0, **OPTIONS, places=places)
+        for some, others in zip(mine, theirs, strict=True):
+            assert all(map(torch.equal, some, others)), (weights, places is None)
     assert races(library) == []
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from lt_zero import ops
 from lt_zero.common import accelerator
 from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.ops import rounding
+from lt_zero.ops.moments import coded_nbytes
+from lt_zero.ops.places import Place, place_table
 from lt_zero.ops.rounding import (
     ElementRows,
     RoundStochastic,
@@ -22,6 +27,8 @@ from lt_zero.ops.rounding import (
     round_stochastic_reference,
     rows_of,
 )
+from tests.support import kernel_inputs
+from tests.support.kernel_inputs import STATES, options_of, places_of, rounded_apart
 
 SEED = 0x9ABCDEF012345678
 
@@ -227,3 +234,90 @@ def test_what_does_not_fit_is_refused(values: Tensor, out: Tensor, rows: Element
     for operation in (round_stochastic, round_stochastic_reference):
         with pytest.raises(ValueError, match=r"values|out|rows"):
             operation(values, out, rows, seed=0, step=1)
+
+
+# ---- in the kernels of steps -----------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+KERNELS = ["adam_step", "adam_step in codes", "lion_step", "adagrad_step", "sgd_step", "lamb_apply"]
+
+
+def step_of(name: str, sizes: list[int], rng: random.Random) -> tuple[str, list[Any], dict[str, Any]]:
+    """An operation, its lists without those of the weights' copies, and its options. Weights are in bf16."""
+    offset, state = rng.randint(0, 3), rng.choice([torch.float32, torch.bfloat16])
+    operation, _, coded = name.partition(" ")
+    lists: list[Any] = [kernel_inputs.rows(sizes, torch.bfloat16, offset)]
+    if operation != "lamb_apply":
+        lists.append(kernel_inputs.rows(sizes, rng.choice(kernel_inputs.LOW), offset))
+    for _ in range(STATES.get(operation, 1)):
+        made = kernel_inputs.rows(sizes, state, offset, torch.rand)
+        lists.append([torch.ones(coded_nbytes(n), dtype=torch.uint8) for n in sizes] if coded else made)
+    if operation == "lamb_apply":
+        lists.append(torch.rand(len(sizes)))
+        return operation, lists, {"eps": 1e-6, "weight_decay": rng.choice([0.0, 0.1])}
+    return operation, lists, options_of(operation, rng) | {"scale": torch.tensor(0.37)}
+
+
+def cloned(lists: list[Any]) -> list[Any]:
+    return [some.clone() if isinstance(some, Tensor) else [x.clone() for x in some] for some in lists]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_step_has_the_bits_of_a_step_in_fp32_and_a_pass_that_rounds(isa: str, name: str) -> None:
+    """Also where parameters begin within a vector, or rows of them have one element; states and copies, too."""
+    rng = random.Random(f"{isa} {name}")
+    torch.manual_seed(rng.randrange(10**6))
+    for at_random in (True, True, False):
+        empty = () if name.endswith("codes") else (0,)  # what has no elements is never encoded
+        sizes = [*(rng.choice([*empty, 1, 7, 16, 33, 127, 129, 1000, 1025]) for _ in range(3)), 40_001]
+        operation, lists, options = step_of(name, sizes, rng)
+        places = places_of(sizes, rng)
+        run = getattr(ops, operation)
+        wide = cloned(lists)
+        wide[0] = [x.float() for x in wide[0]]
+        run(*wide, **options)
+        want = rounded_apart(wide[0], places) if at_random else [x.bfloat16() for x in wide[0]]
+        options["places"] = place_table(places, CPU) if at_random else None
+        for step in (run, getattr(ops, f"{operation}_reference")):
+            got, outs = cloned(lists), [torch.empty_like(x) for x in lists[0]]
+            step(*got, outs, **options)
+            for own in (got[0], outs):
+                assert all(map(torch.equal, own, want)), step
+            for mine, theirs in zip(got[1:], wide[1:], strict=True):
+                assert all(map(torch.equal, mine, theirs)), step
+
+
+def test_weights_that_are_not_finite_in_a_step(isa: str) -> None:
+    values = with_special(2000).bfloat16()
+    got, zeros = values.clone(), torch.zeros(2000)
+    places = place_table([Place(0, 0, 3, 2000, 0, SEED, 1)], CPU)
+    flags = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "first": True}
+    ops.sgd_step([got], [zeros], [], lr=1.0, places=places, **flags)
+    # Nothing is added, and what is exact stays.
+    assert torch.equal(got.isnan(), values.isnan())
+    assert torch.equal(got[~got.isnan()], values[~got.isnan()])
+
+
+@pytest.mark.parametrize(
+    ("params", "outs", "places", "error", "match"),
+    [
+        (torch.ones(9), [], [Place(0, 0, 0, 9, 0, 1, 1)], ValueError, "params has dtype torch.float32"),
+        (torch.ones(9).half(), [], [], ValueError, "params.0. has dtype torch.float16"),
+        (torch.ones(9).bfloat16(), [torch.ones(9)], [], ValueError, "outs.0. has dtype torch.float32"),
+        (torch.ones(9).bfloat16(), [], torch.ones(1, 6, dtype=torch.int64), ValueError, "places has shape .1, 6."),
+        (torch.ones(9).bfloat16(), [], torch.ones(1, 7), ValueError, "places has shape .1, 7., dtype torch.float32"),
+        (torch.ones(9).bfloat16(), [], [Place(0, 1, 0, 9, 0, 1, 1)], RuntimeError, "bad argument"),
+        (torch.ones(9).bfloat16(), [], [Place(1, 0, 0, 9, 0, 1, 1)], RuntimeError, "bad argument"),
+        (torch.ones(9).bfloat16(), [], [Place(0, 0, 0, 0, 0, 1, 1)], RuntimeError, "bad argument"),
+        (torch.ones(9).bfloat16(), [], [Place(0, 0, -1, 9, 0, 1, 1)], RuntimeError, "bad argument"),
+        (torch.ones(9).bfloat16(), [], [Place(0, n, 0, 9, 0, 1, 1) for n in (0, 5, 4)], RuntimeError, "bad argument"),
+    ],
+)
+def test_weights_and_places_that_do_not_fit_are_refused(
+    params: Tensor, outs: list[Tensor], places: Any, error: type[Exception], match: str
+) -> None:
+    table = places if isinstance(places, Tensor) else place_table(places, CPU) if places else None
+    before, (grad, momentum) = params.clone(), (torch.ones(9), torch.zeros(9))
+    with pytest.raises(error, match=match):
+        ops.lion_step([params], [grad], [momentum], outs, lr=1.0, beta1=0.9, beta2=0.9, weight_decay=0.0, places=table)
+    assert torch.equal(params, before)

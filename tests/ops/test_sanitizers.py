@@ -22,8 +22,8 @@ libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = c_void_p, [ctype
 
 class Tensors(Structure):
     _fields_ = [("count", c_int64), *[(n, c_void_p) for n in ("numel", "param", "grad", "state1", "state2", "out")],
-                *[(n, c_int32) for n in ("grad_dtype", "state_dtype", "out_dtype", "maximize")],
-                *[(n, c_void_p) for n in ("scale", "clip", "found_inf", "levels")]]
+                *[(n, c_int32) for n in ("param_dtype", "grad_dtype", "state_dtype", "out_dtype", "maximize")],
+                *[(n, c_void_p) for n in ("scale", "clip", "found_inf", "levels", "places")], ("place_count", c_int64)]
 
 class Options(Structure):
     _fields_ = [*[(f"d{i}", c_double) for i in range(6)], ("a", c_int32), ("b", c_int32)]
@@ -66,8 +66,9 @@ def coded_moments(t, sizes, threads):
     records = [buffers([130 * -(-size // 256) for size in sizes], 1) for _ in range(2)]
     levels = copied([1.0] * 768, ctypes.c_float)
     first, second = [ctypes.cast(one, c_void_p) for one in records]
-    with_codes = Tensors(t.count, t.numel, t.param, t.grad, first, second, t.out, t.grad_dtype, 3, t.out_dtype)
-    with_codes.levels = levels
+    dtypes = t.param_dtype, t.grad_dtype, 3, t.out_dtype
+    with_codes = Tensors(t.count, t.numel, t.param, t.grad, first, second, t.out, *dtypes)
+    with_codes.levels, with_codes.places, with_codes.place_count = levels, t.places, t.place_count
     adam = Options(1e-3, 0.9, 0.999, 1e-8, 0.1, 3.0, 1)
     assert lib.lt_cpu_adam_step(ctypes.byref(with_codes), ctypes.byref(adam), threads) == 0
     for address in (*records[0], *records[1], levels):
@@ -82,16 +83,25 @@ def topk(numel, threads):
     libc.free(c[0])
 
 class Rounding(Structure):
-    _fields_ = [*[(n, c_int64) for n in ("numel", "first", "row", "stride", "seed", "step")],
-                ("src", c_void_p), ("dst", c_void_p)]
+    _fields_ = [(n, c_int64) for n in ("numel", "tensor", "begin", "first", "row", "stride", "seed", "step")]
+    _fields_ += [(n, c_void_p) for n in ("counter", "src", "dst")]
 
 def rounding(rng, threads):
     rows, row = rng.choice([(0, 1), (1, 1), (1, 127), (1, 70001), (9, 3), (7, 200), (3, 20001)])
     src, dst = buffers([rows * row], 0)[0], buffers([rows * row], 1)[0]
-    t = Rounding(rows * row, rng.choice([0, 8, 127, 1 << 40]), row, row + rng.randrange(99), 5, 1, src, dst)
+    t = Rounding(rows * row, 0, 0, rng.choice([0, 8, 127, 1 << 40]), row, row + rng.randrange(99), 5, 1, None, src, dst)
     assert lib.lt_cpu_round_stochastic(ctypes.byref(t), threads) == 0
     libc.free(c_void_p(src))
     libc.free(c_void_p(dst))
+
+def places(rng, sizes):
+    # Each tensor is in two parts of parameters.
+    found = []
+    for tensor, size in enumerate(sizes):
+        for begin in sorted({0, rng.randrange(size)}) if size else ():
+            row = rng.choice([1, 3, 130, 1 << 40])
+            found += [tensor, begin, rng.choice([0, 8, 1 << 40]), row, row + 64, 5, 1]
+    return copied(found, c_int64), len(found) // 7
 
 def huffman(rng):
     # Coded, then damaged: copies of exactly the size that the decoder is told.
@@ -163,10 +173,13 @@ def main():
         for trial in range(60):
             sizes = [rng.choice([0, 1, 3, 8, 15, 16, 17, 31, 33, 40000]) for _ in range(3)]
             numel = (c_int64 * 3)(*sizes)
-            g, s, o = rng.randrange(3), rng.randrange(2), rng.randrange(3)
-            lists = [buffers(sizes, d) for d in (0, g, s, s, o)]
+            g, s, w = rng.randrange(3), rng.randrange(2), rng.randrange(2)
+            o = 1 if w else rng.randrange(3)
+            lists = [buffers(sizes, d) for d in (w, g, s, s, o)]
             p, grad, m, v, out = [ctypes.cast(l, c_void_p) for l in lists]
-            t = Tensors(3, ctypes.cast(numel, c_void_p), p, grad, m, v, out, g, s, o, 0)
+            t = Tensors(3, ctypes.cast(numel, c_void_p), p, grad, m, v, out, w, g, s, o, 0)
+            if w and any(sizes) and rng.random() < 0.7:
+                t.places, t.place_count = places(rng, sizes)
             norms = (c_double * 6)()
             for threads in (1, 3):
                 adam, sgd = Options(1e-3, 0.9, 0.999, 1e-8, 0.1, 3.0, 1), Options(0.1, 0.9, 0.0, 0.1)
@@ -180,7 +193,7 @@ def main():
                 mixed = Mixed(3, ctypes.cast(numel, c_void_p), grad, ctypes.cast((c_int32 * 3)(g, g, g), c_void_p))
                 assert lib.lt_cpu_norm_squared(r(mixed), r(c_double()), threads) == 0
                 pairs = Pairs(3, ctypes.cast(numel, c_void_p), p, grad, 0, g, 0.5, None)
-                assert lib.lt_cpu_accumulate(r(pairs), threads) == 0
+                assert lib.lt_cpu_accumulate(r(pairs), threads) == w  # sums are in fp32
                 cast = Pairs(3, ctypes.cast(numel, c_void_p), out, grad, o, g, 0.5, None)
                 assert lib.lt_cpu_cast_scale(r(cast), threads) == 0
                 for bits, normal in ((8, 0), (4, 0), (2, 0), (1, 0), (4, 1)):
@@ -193,6 +206,7 @@ def main():
             for addresses in lists:
                 for address in addresses:
                     libc.free(address)
+            libc.free(c_void_p(t.places))
     print("clean")
 
 main()

@@ -17,7 +17,7 @@ from lt_zero.engine.dtypes import DtypePolicy
 from lt_zero.optim import Lamb, Lion
 from lt_zero.step.loss_scale import LossScaleController
 from tests.support.host_waits import HostWaits
-from tests.support.matrix import only, only_rows
+from tests.support.matrix import only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.overflowing import Overflowing, make_trainer, plugin_of
 from tests.support.parity import config_of, full_values
@@ -159,11 +159,16 @@ SKIPPING: dict[str, Any] = {
 }
 
 
-def _first_skipped(kind: str, on_device: bool) -> tuple[dict[str, Tensor], list[int], dict[str, Tensor]]:
+RANDOM = {"enabled": True, "bf16_master_weights_and_grads": True, "stochastic_rounding": True}
+
+
+def _first_skipped(
+    kind: str, at_random: bool, on_device: bool
+) -> tuple[dict[str, Tensor], list[int], dict[str, Tensor]]:
     """The first step and the third are skipped: what depends on the number of steps must not have counted them."""
     torch.manual_seed(0)
     model = Net()
-    engine = lt_zero.shard(model, config_of(2))
+    engine = lt_zero.shard(model, config_of(2, bf16=RANDOM) if at_random else config_of(2))
     optimizer = SKIPPING[kind](model.parameters())
     sharded = lt_zero.ShardedOptimizer(engine, optimizer)
     control = LossScaleController(DtypePolicy(compute=torch.bfloat16, check_overflow=True))
@@ -181,13 +186,18 @@ def _first_skipped(kind: str, on_device: bool) -> tuple[dict[str, Tensor], list[
         assert control.skipped == (1 if step < 2 else 2)
         keys.append(sum(len(state) for state in optimizer.state.values()))
     numbered = enumerate(optimizer.param_groups[0]["params"])
-    states = {f"{n} {key}": value for n, p in numbered for key, value in optimizer.state.get(p, {}).items()}
+    states = {
+        f"{n} {key}": torch.as_tensor(value) for n, p in numbered for key, value in optimizer.state.get(p, {}).items()
+    }
     return full_values(engine), keys, states
 
 
-@pytest.mark.parametrize("kind", only(["SGD"], SKIPPING))
-def test_every_kernel_skips_on_the_device(pool: Pool, kind: str) -> None:
-    late, now = (pool.run(2, _first_skipped, kind, on_device) for on_device in (True, False))
+@pytest.mark.parametrize(
+    ("kind", "at_random"), only_rows([("SGD", False), ("SGD", True)], itertools.product(SKIPPING, [False, True]))
+)
+def test_every_kernel_skips_on_the_device(pool: Pool, kind: str, at_random: bool) -> None:
+    """Also where weights are rounded at random: the bits depend on numbers of steps, which SGD does not count."""
+    late, now = (pool.run(2, _first_skipped, kind, at_random, on_device) for on_device in (True, False))
     for got, want in zip(late, now, strict=True):
         assert _same(want[0], got[0])
         assert got[1] == want[1], "a parameter without a step has no state"

@@ -153,7 +153,7 @@ def test_offload(pool: Pool, tmp_path: Path, world: int, stage: int) -> None:
 
 LOW: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.bfloat16, {}),
-    (torch.bfloat16, {"bf16": {"bf16_master_weights_and_grads": True}}),  # copies in fp32, bucket by bucket
+    (torch.bfloat16, {"bf16": {"bf16_master_weights_and_grads": True}}),  # computed in fp32, rounded in the kernel
     (torch.bfloat16, {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}),
     (torch.float16, {}),
 ]

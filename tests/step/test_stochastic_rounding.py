@@ -22,6 +22,7 @@ from lt_zero.comm.world import World
 from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.common.errors import ConfigError
 from lt_zero.offload import host_store
+from lt_zero.ops import rounding
 from lt_zero.optim import Lamb, Lion, Muon, OneBitAdam, muon_groups
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from tests.support.constant_module import Constant
@@ -38,6 +39,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-3),
     "lion": lambda model: Lion(model.parameters(), lr=1e-3),
     "lamb": lambda model: Lamb(model.parameters(), lr=1e-3),
     "radam": lambda model: torch.optim.RAdam(model.parameters(), lr=1e-2),
@@ -118,6 +120,27 @@ def test_the_same_bits_at_every_stage(kind: str) -> None:
     if kind == "sgd":
         assert differ(trained(kind, 0, seed=1), want)
         assert differ(trained(kind, 0, bf16=LOW), want)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "momentum", "adagrad", "lion", "lamb"])
+@pytest.mark.parametrize("at_random", [True, False])
+def test_a_kernel_steps_them_without_copies(kind: str, at_random: bool) -> None:
+    """In fp32 the optimizer itself needs copies of weights and gradients, and a pass that rounds."""
+    model = Net()
+    engine = lt_zero.shard(model, config_of(2, **(RANDOM if at_random else {"bf16": LOW})))
+    optimizer = OPTIMIZERS[kind](model)
+    sharded = lt_zero.ShardedOptimizer(engine, optimizer)
+    next_token_loss(model, 0, 0, 0).backward()
+    refused = AssertionError("a copy, or a pass of its own")
+    with (
+        mock.patch.object(lt_zero.ShardedOptimizer, "_step_staged", side_effect=refused),
+        mock.patch.object(rounding, "round_stochastic", side_effect=refused),
+    ):
+        optimizer.step()
+    assert sharded.kernel_buckets(engine.buckets) == set(engine.buckets)
+    found = {key: value for state in optimizer.state.values() for key, value in state.items()}
+    assert ("rounding_seed" in found) == at_random
+    assert ("rounding_step" in found) == (at_random and "step" not in found)
 
 
 def _others(stage: int, kind: str, path: str) -> list[dict[str, Tensor]]:

@@ -152,8 +152,31 @@ bool sizes_ok(int64_t count, const int64_t *numel) {
     return true;
 }
 
+bool place_ok(const lt_place &place) { return place.row >= 1 && place.first >= 0 && place.stride >= 0; }
+
+// A place for each element, in order.
+bool places_ok(const lt_tensors *t) {
+    int64_t at = 0;
+    for (int64_t k = 0; k < t->count; k++) {
+        int64_t end = 0;  // of the elements that have one
+        for (; at < t->place_count && t->places[at].tensor == k; at++) {
+            const lt_place &place = t->places[at];
+            if (!place_ok(place) || (end == 0 ? place.begin != 0 : place.begin < end)) return false;
+            end = place.begin + 1;
+        }
+        if (t->numel[k] > 0 && end == 0) return false;
+    }
+    return at == t->place_count;
+}
+
+// Master weights, and how they are rounded.
+bool params_ok(const lt_tensors *t) {
+    if (t->param_dtype == LT_FP32) return !t->places;
+    return t->param_dtype == LT_BF16 && (!t->out || t->out_dtype == LT_BF16) && (!t->places || places_ok(t));
+}
+
 bool tensors_ok(const lt_tensors *t, int states) {
-    return t && sizes_ok(t->count, t->numel) && (t->count == 0 || (t->param && t->grad)) && is_dtype(t->grad_dtype) &&
+    return t && sizes_ok(t->count, t->numel) && params_ok(t) && (t->count == 0 || (t->param && t->grad)) && is_dtype(t->grad_dtype) &&
            (t->state_dtype == LT_FP32 || t->state_dtype == LT_BF16) && (!t->out || is_dtype(t->out_dtype)) &&
            (t->count == 0 || states < 1 || t->state1) && (t->count == 0 || states < 2 || t->state2);
 }
@@ -280,9 +303,9 @@ LT_API int lt_cpu_cast_scale(const lt_pairs *t, int threads) {
 LT_API int lt_cpu_round_stochastic(const lt_rounding *t, int threads) {
     if (!t || t->numel < 0) return LT_BAD_ARGUMENT;
     if (t->numel == 0) return LT_OK;
-    if (!t->src || !t->dst || t->row < 1 || t->numel % t->row || t->first < 0 || t->stride < 0) return LT_BAD_ARGUMENT;
+    if (!t->src || !t->dst || !place_ok(t->place) || t->numel % t->place.row) return LT_BAD_ARGUMENT;
     lt_rounding rounding = *t;
-    if (t->counter) rounding.step = (uint64_t)*t->counter;
+    if (t->counter) rounding.place.step = (uint64_t)*t->counter;
     const size_t blocks = (size_t)((t->numel + BLOCK - 1) / BLOCK);
     for_each_index(blocks, t->numel <= SMALL ? 1 : threads, [&](size_t i) {
         const int64_t lo = (int64_t)i * BLOCK;

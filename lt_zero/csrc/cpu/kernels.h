@@ -34,28 +34,51 @@ struct Known {
 };
 
 // One tensor of an optimizer step.
-template <class Grad = int, class State = int, class Out = int>
+template <class Param, class Grad = int, class State = int, class Out = int>
 struct RowOf {
-    float *param;
+    const lt_tensors &list;
+    int64_t tensor;  // in the list
+    void *param;
     const void *grad;
     void *state1, *state2, *out;
+    Param param_dtype;
     Grad grad_dtype;
     State state_dtype;
     Out out_dtype;
     bool maximize;
     Scaled scaled;
+    const uint16_t *random = nullptr;  // of the elements from `drawn` on; none: weights are rounded to the nearest
+    int64_t drawn = 0;
 
     RowOf(const lt_tensors &t, int64_t k)
-        : param(t.param[k]), grad(t.grad[k]), state1(t.state1 ? t.state1[k] : nullptr),
-          state2(t.state2 ? t.state2[k] : nullptr), out(t.out ? t.out[k] : nullptr), grad_dtype(t.grad_dtype),
-          state_dtype(t.state_dtype), out_dtype(t.out_dtype), maximize(t.maximize != 0),
+        : list(t), tensor(k), param(t.param[k]), grad(t.grad[k]), state1(t.state1 ? t.state1[k] : nullptr),
+          state2(t.state2 ? t.state2[k] : nullptr), out(t.out ? t.out[k] : nullptr), param_dtype(t.param_dtype),
+          grad_dtype(t.grad_dtype), state_dtype(t.state_dtype), out_dtype(t.out_dtype), maximize(t.maximize != 0),
           scaled(t.scale, t.clip, 1.0f) {}
 
+    // Calls body(lanes, i) for the vectors of [lo, hi), whose random bits are drawn before if they need some.
+    template <class Body>
+    void for_each(int64_t lo, int64_t hi, Body body) {
+        if (param_dtype == LT_FP32 || !list.places) return for_each_vector(lo, hi, body);
+        uint16_t bits[kTile];
+        random = bits;
+        for (drawn = lo; drawn < hi; drawn += kTile) {
+            const int64_t end = drawn + kTile < hi ? drawn + kTile : hi;
+            draw(list.places, list.place_count, tensor, drawn, end, bits);
+            for_each_vector(drawn, end, body);
+        }
+    }
+
     __attribute__((always_inline)) void prefetch(int64_t i) const {
-        LT_NAMESPACE::prefetch(param, LT_FP32, i);
+        LT_NAMESPACE::prefetch(param, param_dtype, i);
         LT_NAMESPACE::prefetch(grad, grad_dtype, i);
         if (state1) LT_NAMESPACE::prefetch(state1, state_dtype, i);
         if (state2) LT_NAMESPACE::prefetch(state2, state_dtype, i);
+    }
+
+    template <class At>
+    Vec weights(At at, int64_t i) const {
+        return at.load(param, param_dtype, i);
     }
 
     template <class At>
@@ -66,33 +89,45 @@ struct RowOf {
 
     template <class At>
     void finish(At at, int64_t i, Vec p) const {
-        at.store(param, LT_FP32, i, p);
-        if (out) at.store(out, out_dtype, i, p);
+        if (param_dtype == LT_FP32) {
+            at.store(param, LT_FP32, i, p);
+            if (out) at.store(out, out_dtype, i, p);
+            return;
+        }
+        const Bits rounded = random ? random_bfloat(at, random, i - drawn, p) : nearest_bfloat(p);
+        at.store_upper(param, i, rounded);
+        if (out) at.store_upper(out, i, rounded);
     }
 };
 
-typedef RowOf<> Row;
+typedef Known<LT_FP32> Fp32;
+typedef Known<LT_BF16> Bf16;
 
-// Calls body(row), with constants for the usual dtypes: from bf16 to bf16 AdamW takes 0.89 of the time on AVX2 then.
+// Calls body(row), with a constant for the dtype of the weights.
 template <class Body>
 static void with_row(const lt_tensors &t, int64_t k, Body body) {
-    typedef Known<LT_FP32> Fp32;
-    typedef Known<LT_BF16> Bf16;
-    const bool usual = !t.out || t.out_dtype == LT_BF16, wide = t.state_dtype == LT_FP32;
-    if (usual && wide && t.grad_dtype == LT_FP32) body(RowOf<Fp32, Fp32, Bf16>(t, k));
-    else if (usual && wide && t.grad_dtype == LT_BF16) body(RowOf<Bf16, Fp32, Bf16>(t, k));
-    else if (usual && !wide && t.grad_dtype == LT_FP32) body(RowOf<Fp32, Bf16, Bf16>(t, k));
-    else if (usual && !wide && t.grad_dtype == LT_BF16) body(RowOf<Bf16, Bf16, Bf16>(t, k));
-    else body(Row(t, k));
+    if (t.param_dtype == LT_FP32) body(RowOf<Fp32>(t, k));
+    else body(RowOf<Bf16>(t, k));
+}
+
+// The same, with constants for the usual dtypes: from bf16 to bf16 AdamW takes 0.89 of the time on AVX2 then.
+template <class Body>
+static void with_usual_row(const lt_tensors &t, int64_t k, Body body) {
+    const bool usual = t.param_dtype == LT_FP32 && (!t.out || t.out_dtype == LT_BF16), wide = t.state_dtype == LT_FP32;
+    if (usual && wide && t.grad_dtype == LT_FP32) body(RowOf<Fp32, Fp32, Fp32, Bf16>(t, k));
+    else if (usual && wide && t.grad_dtype == LT_BF16) body(RowOf<Fp32, Bf16, Fp32, Bf16>(t, k));
+    else if (usual && !wide && t.grad_dtype == LT_FP32) body(RowOf<Fp32, Fp32, Bf16, Bf16>(t, k));
+    else if (usual && !wide && t.grad_dtype == LT_BF16) body(RowOf<Fp32, Bf16, Bf16, Bf16>(t, k));
+    else with_row(t, k, body);
 }
 
 static void adam(const lt_tensors &t, const lt_adam &options, int64_t k, int64_t lo, int64_t hi) {
     const AdamRule rule = make_rule(options);
-    if (t.state_dtype == LT_CODES) return coded_adam(t, Row(t, k), rule, lo, hi);
-    with_row(t, k, [&](const auto &row) {
-        for_each_vector(lo, hi, [&](auto at, int64_t i) {
+    if (t.state_dtype == LT_CODES) return with_row(t, k, [&](auto row) { coded_adam(t, row, rule, lo, hi); });
+    with_usual_row(t, k, [&](auto row) {
+        row.for_each(lo, hi, [&](auto at, int64_t i) {
             row.prefetch(i);
-            Vec p = at.load(row.param, LT_FP32, i), g = row.gradient(at, i);
+            Vec p = row.weights(at, i), g = row.gradient(at, i);
             Vec m = at.load(row.state1, row.state_dtype, i), v = at.load(row.state2, row.state_dtype, i);
             update(rule, p, g, m, v);
             at.store(row.state1, row.state_dtype, i, m);
@@ -102,11 +137,11 @@ static void adam(const lt_tensors &t, const lt_adam &options, int64_t k, int64_t
     });
 }
 
-template <class Rule>
-static void one_state(const Rule &rule, const Row &row, int64_t lo, int64_t hi) {
-    for_each_vector(lo, hi, [&](auto at, int64_t i) {
+template <class Rule, class Row>
+static void one_state(const Rule &rule, Row row, int64_t lo, int64_t hi) {
+    row.for_each(lo, hi, [&](auto at, int64_t i) {
         row.prefetch(i);
-        Vec p = at.load(row.param, LT_FP32, i), s = at.load(row.state1, row.state_dtype, i);
+        Vec p = row.weights(at, i), s = at.load(row.state1, row.state_dtype, i);
         update(rule, p, row.gradient(at, i), s);
         at.store(row.state1, row.state_dtype, i, s);
         row.finish(at, i, p);
@@ -114,34 +149,35 @@ static void one_state(const Rule &rule, const Row &row, int64_t lo, int64_t hi) 
 }
 
 static void lion(const lt_tensors &t, const lt_lion &options, int64_t k, int64_t lo, int64_t hi) {
-    one_state(make_rule(options), Row(t, k), lo, hi);
+    with_row(t, k, [&](auto row) { one_state(make_rule(options), row, lo, hi); });
 }
 
 static void adagrad(const lt_tensors &t, const lt_adagrad &options, int64_t k, int64_t lo, int64_t hi) {
-    one_state(make_rule(options), Row(t, k), lo, hi);
+    with_row(t, k, [&](auto row) { one_state(make_rule(options), row, lo, hi); });
 }
 
-static void sgd(const lt_tensors &t, const lt_sgd &options, int64_t k, int64_t lo, int64_t hi) {
-    const Row row(t, k);
-    const SgdRule rule = make_rule(options);
+template <class Row>
+static void sgd_row(const SgdRule &rule, Row row, int64_t lo, int64_t hi) {
     if (rule.has_momentum && !rule.first) return one_state(rule, row, lo, hi);
-    for_each_vector(lo, hi, [&](auto at, int64_t i) {  // buffers without values are not read
+    row.for_each(lo, hi, [&](auto at, int64_t i) {  // buffers without values are not read
         row.prefetch(i);
-        Vec p = at.load(row.param, LT_FP32, i), s(0.0f);
+        Vec p = row.weights(at, i), s(0.0f);
         update(rule, p, row.gradient(at, i), s);
         if (rule.has_momentum) at.store(row.state1, row.state_dtype, i, s);
         row.finish(at, i, p);
     });
 }
 
-static void lamb_update(const lt_tensors &t, const lt_lamb &options, int64_t k, int64_t lo, int64_t hi,
-                        double *norms) {
-    const Row row(t, k);
-    const LambRule rule = make_rule(options);
+static void sgd(const lt_tensors &t, const lt_sgd &options, int64_t k, int64_t lo, int64_t hi) {
+    with_row(t, k, [&](auto row) { sgd_row(make_rule(options), row, lo, hi); });
+}
+
+template <class Row>
+static void lamb_norms(const LambRule &rule, const Row &row, int64_t lo, int64_t hi, double *norms) {
     SquareSum params, updates;
     for_each_vector(lo, hi, [&](auto at, int64_t i) {
         row.prefetch(i);
-        Vec p = at.load(row.param, LT_FP32, i), g = row.gradient(at, i);
+        Vec p = row.weights(at, i), g = row.gradient(at, i);
         Vec m = at.load(row.state1, row.state_dtype, i), v = at.load(row.state2, row.state_dtype, i);
         update(rule, g, m, v);
         at.store(row.state1, row.state_dtype, i, m);
@@ -158,14 +194,20 @@ static void lamb_update(const lt_tensors &t, const lt_lamb &options, int64_t k, 
     norms[1] = updates.total();
 }
 
+static void lamb_update(const lt_tensors &t, const lt_lamb &options, int64_t k, int64_t lo, int64_t hi,
+                        double *norms) {
+    with_row(t, k, [&](auto row) { lamb_norms(make_rule(options), row, lo, hi, norms); });
+}
+
 static void lamb_apply(const lt_tensors &t, const lt_lamb &options, float step, int64_t k, int64_t lo, int64_t hi) {
-    const Row row(t, k);
     const LambRule rule = make_rule(options);
-    for_each_vector(lo, hi, [&](auto at, int64_t i) {
-        row.prefetch(i);
-        Vec p = at.load(row.param, LT_FP32, i);
-        Vec m = at.load(row.state1, row.state_dtype, i), v = at.load(row.state2, row.state_dtype, i);
-        row.finish(at, i, fma(Vec(step), direction(rule, p, m, v), p));
+    with_row(t, k, [&](auto row) {
+        row.for_each(lo, hi, [&](auto at, int64_t i) {
+            row.prefetch(i);
+            Vec p = row.weights(at, i);
+            Vec m = at.load(row.state1, row.state_dtype, i), v = at.load(row.state2, row.state_dtype, i);
+            row.finish(at, i, fma(Vec(step), direction(rule, p, m, v), p));
+        });
     });
 }
 

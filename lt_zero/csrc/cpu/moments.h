@@ -42,7 +42,7 @@ static void encode_moments(const Coding<SIGNED> &coding, uint8_t *record, const 
 
 // [lo, hi) of a tensor; lo is a multiple of a block.
 template <class Row, class Rule>
-static void coded_adam(const lt_tensors &t, const Row &row, const Rule &rule, int64_t lo, int64_t hi) {
+static void coded_adam(const lt_tensors &t, Row row, const Rule &rule, int64_t lo, int64_t hi) {
     const Coding<true> first = make_coding<true>(t.levels);
     const Coding<false> second = make_coding<false>(t.levels);
     alignas(64) float m[kCoded] = {}, v[kCoded] = {};
@@ -57,8 +57,8 @@ static void coded_adam(const lt_tensors &t, const Row &row, const Rule &rule, in
             memset(m, 0, sizeof m);
             memset(v, 0, sizeof v);
         }
-        for_each_vector(begin, end, [&](auto at, int64_t i) {
-            Vec p = at.load(row.param, LT_FP32, i), g = row.gradient(at, i);
+        row.for_each(begin, end, [&](auto at, int64_t i) {
+            Vec p = row.weights(at, i), g = row.gradient(at, i);
             Vec own_m = decode_moments(first, record1 + (i - begin), Vec(scale1));
             Vec own_v = decode_moments(second, record2 + (i - begin), Vec(scale2));
             update(rule, p, g, own_m, own_v);

@@ -6,9 +6,6 @@
 
 namespace LT_NAMESPACE {
 
-constexpr int kNumbers = 16, kGroup = 128;  // numbers of Philox, and elements that have their bits
-constexpr int kParts = kNumbers / W;
-
 // The upper halves of the products, of 64 bits.
 static inline Bits upper_product(Bits a, uint32_t b) {
 #if defined(__AVX512F__)
@@ -30,71 +27,63 @@ static inline Bits upper_product(Bits a, uint32_t b) {
 #endif
 }
 
-// Four words of each of the numbers `number` to `number` + W - 1, none of which carries into the upper word.
-static inline void philox(const lt_rounding &t, uint64_t number, Bits words[4]) {
-    Bits a = Bits{} + (uint32_t)number, b = Bits{} + (uint32_t)(number >> 32);
-    for (int i = 0; i < W; i++) a[i] += (uint32_t)i;
-    Bits c = Bits{} + (uint32_t)t.step, d = Bits{} + (uint32_t)(t.step >> 32);
-    uint32_t low = (uint32_t)t.seed, high = (uint32_t)(t.seed >> 32);
-    for (int round = 0; round < 7; round++) {
-        const Bits first = upper_product(a, 0xd2511f53u), first_low = a * 0xd2511f53u;
-        const Bits second = upper_product(c, 0xcd9e8d57u), second_low = c * 0xcd9e8d57u;
-        a = second ^ b ^ low;
-        b = second_low;
-        c = first ^ d ^ high;
-        d = first_low;
-        low += 0x9e3779b9u;
-        high += 0xbb67ae85u;
-    }
-    words[0] = a;
-    words[1] = b;
-    words[2] = c;
-    words[3] = d;
-}
+}  // namespace LT_NAMESPACE
 
-// The bits of W elements, of which the upper halves are what is rounded.
-static inline Bits rounded_randomly(Bits bits, Bits random) {
-    const Bits magnitude = bits & 0x7fffffffu, nearest = bits + 0x7fffu + (bits >> 16 & 1u);
-    const Bits rounded = magnitude > 0x7f7f0000u ? nearest : bits + random;
-    return magnitude > 0x7f800000u ? Bits{} + 0x7fc00000u : rounded;
-}
+#include "stochastic.h"  // which finds the function above
 
-// Elements that follow each other in the parameter: the first of them is number `index` there.
-static void round_row(const lt_rounding &t, const float *src, uint16_t *dst, int64_t index, int64_t count) {
+namespace LT_NAMESPACE {
+
+constexpr int kTile = 1024;  // elements whose random bits are drawn at a time, and stay in the first cache
+
+// Draws 16 random bits for each of `count` elements that follow each other in the parameter from number `index` on.
+static void draw_stretch(const lt_place &place, int64_t index, int64_t count, uint16_t *out) {
     const int64_t end = index + count;
-    for (int64_t group = index / kGroup * kGroup; group < end; group += kGroup) {
-        Bits words[kParts][4];
-        for (int part = 0; part < kParts; part++)
-            philox(t, (uint64_t)(group / kGroup * kNumbers + part * W), words[part]);
-        if (group >= index && group + kGroup <= end) {
-            for (int half = 0; half < 8; half++)
-                for (int part = 0; part < kParts; part++) {
-                    const int64_t at = group - index + half * kNumbers + part * W;
-                    const Bits word = words[part][half / 2];
-                    Bits bits;
-                    memcpy(&bits, src + at, sizeof bits);
-                    store_upper(dst + at, rounded_randomly(bits, half % 2 ? word >> 16 : word & 0xffffu));
-                }
-            continue;
+    for (int64_t group = index / kPhiloxGroup * kPhiloxGroup; group < end; group += kPhiloxGroup) {
+        const int64_t lo = group < index ? index : group, hi = group + kPhiloxGroup < end ? group + kPhiloxGroup : end;
+        uint16_t some[kPhiloxGroup];
+        uint16_t *bits = hi - lo == kPhiloxGroup ? out + (group - index) : some;
+        for (int part = 0; part < kNumbers; part += W) {
+            const uint64_t number = (uint64_t)(group / kPhiloxGroup * kNumbers + part);
+            Bits low = Bits{} + (uint32_t)number;  // numbers of a group do not carry into the upper word
+            for (int i = 0; i < W; i++) low[i] += (uint32_t)i;
+            const Words<Bits> words = philox(low, Bits{} + (uint32_t)(number >> 32), place);
+            for (int half = 0; half < kPhiloxGroup / kNumbers; half++) {
+                const Bits word = words.word[half / 2];
+                store_upper(bits + half * kNumbers + part, half % 2 ? word : word << 16);
+            }
         }
-        for (int64_t i = group < index ? index : group; i < group + kGroup && i < end; i++) {
-            const int at = (int)(i - group), half = at / kNumbers, number = at % kNumbers;
-            const uint32_t word = words[number / W][half / 2][number % W];
-            uint32_t bits;
-            memcpy(&bits, src + (i - index), sizeof bits);
-            const Bits one = rounded_randomly(Bits{} + bits, Bits{} + (half % 2 ? word >> 16 : word & 0xffffu));
-            dst[i - index] = (uint16_t)(one[0] >> 16);
-        }
+        if (bits == some) memcpy(out + (lo - index), some + (lo - group), sizeof *some * (size_t)(hi - lo));
     }
+}
+
+// Draws 16 random bits for each of the elements [lo, hi) of a tensor.
+static void draw(const lt_place *places, int64_t place_count, int64_t tensor, int64_t lo, int64_t hi, uint16_t *out) {
+    PlaceCursor cursor = find_place(places, place_count, tensor, lo);
+    for (int64_t i = lo; i < hi;) {
+        move_to(cursor, i);
+        const Stretch stretch = stretch_from(*cursor.place, i);
+        const int64_t rest = (cursor.next < hi ? cursor.next : hi) - i;
+        const int64_t count = stretch.count < rest ? stretch.count : rest;
+        draw_stretch(*cursor.place, stretch.index, count, out + (i - lo));
+        i += count;
+    }
+}
+
+// The upper halves are numbers of bf16, rounded by the random bits of elements `i` and following.
+template <class At>
+static inline Bits random_bfloat(At at, const uint16_t *random, int64_t i, Vec x) {
+    return rounded_randomly((Bits)x.x, (Bits)at.load(random, LT_BF16, i).x >> 16);
 }
 
 // Elements [lo, hi) of the list.
 static void round_stochastic(const lt_rounding &t, int64_t lo, int64_t hi) {
-    while (lo < hi) {
-        const int64_t row = lo / t.row, within = lo - row * t.row, rest = t.row - within;
-        const int64_t count = rest < hi - lo ? rest : hi - lo;
-        round_row(t, t.src + lo, (uint16_t *)t.dst + lo, t.first + row * t.stride + within, count);
-        lo += count;
+    uint16_t random[kTile];
+    for (int64_t begin = lo; begin < hi; begin += kTile) {
+        const int64_t end = begin + kTile < hi ? begin + kTile : hi;
+        draw(&t.place, 1, 0, begin, end, random);
+        for_each_vector(begin, end, [&](auto at, int64_t i) {
+            at.store_upper(t.dst, i, random_bfloat(at, random, i - begin, at.load(t.src, LT_FP32, i)));
+        });
     }
 }
 

@@ -258,11 +258,14 @@ static inline void store_upper(void *p, Bits bits) {
 #endif
 }
 
-static inline void to_bfloat(void *p, Vec a) {
+// The upper halves are the nearest numbers of bf16.
+static inline Bits nearest_bfloat(Vec a) {
     Bits bits = (Bits)a.x;
     Bits rounded = bits + 0x7fff + (bits >> 16 & 1);
-    store_upper(p, a.x == a.x ? rounded : Bits{} + 0x7fc00000);  // NaN stays NaN
+    return a.x == a.x ? rounded : Bits{} + 0x7fc00000;  // NaN stays NaN
 }
+
+static inline void to_bfloat(void *p, Vec a) { store_upper(p, nearest_bfloat(a)); }
 
 // ---- 8 bits ------------------------------------------------------------------------------------------------------
 
@@ -322,6 +325,7 @@ __attribute__((always_inline)) static inline void prefetch(const void *base, int
 struct Whole {
     Vec load(const void *base, int dtype, int64_t i) const { return LT_NAMESPACE::load(base, dtype, i); }
     void store(void *base, int dtype, int64_t i, Vec a) const { LT_NAMESPACE::store(base, dtype, i, a); }
+    void store_upper(void *base, int64_t i, Bits bits) const { LT_NAMESPACE::store_upper((uint16_t *)base + i, bits); }
     Vec only(Vec a) const { return a; }
 };
 
@@ -338,6 +342,12 @@ struct First {
         char buffer[sizeof(Lanes)];
         LT_NAMESPACE::store(buffer, dtype, 0, a);
         memcpy((char *)base + i * width(dtype), buffer, (size_t)(n * width(dtype)));
+    }
+
+    void store_upper(void *base, int64_t i, Bits bits) const {
+        uint16_t buffer[W];
+        LT_NAMESPACE::store_upper(buffer, bits);
+        memcpy((uint16_t *)base + i, buffer, (size_t)n * sizeof *buffer);
     }
 
     // 0 in the lanes beyond the end, which may hold 0 / 0.

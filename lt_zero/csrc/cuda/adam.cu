@@ -58,9 +58,8 @@ __global__ void __launch_bounds__(kThreads, 3) coded_adam_kernel(const __grid_co
     const Float factor = step.gate.factor();
     const int lane = (int)(threadIdx.x % kLanes), warp = (int)(threadIdx.x / kLanes);
     for_each_chunk(step.batch, [&](const Chunk &chunk) {
-        View<float> param(step.batch, PARAM, chunk);
+        Weights weights(step, chunk);
         View<Grad, STREAMED> grad(step.batch, GRAD, chunk);
-        OutView out(step.batch, OUT, chunk, step.out_dtype);
         for (int64_t begin = chunk.begin + (int64_t)warp * kCoded; begin < chunk.end;
              begin += (int64_t)kThreads / kLanes * kCoded) {
             const int count = chunk.end - begin < kCoded ? (int)(chunk.end - begin) : kCoded;
@@ -73,12 +72,11 @@ __global__ void __launch_bounds__(kThreads, 3) coded_adam_kernel(const __grid_co
                 const int i = lane + k * kLanes;
                 m[k] = v[k] = Float(0.0f);
                 if (i < count) {
-                    Lanes<1> p = param.load<1>(begin + i), g = grad.template load<1>(begin + i);
+                    Lanes<1> p = weights.load<1>(begin + i), g = grad.template load<1>(begin + i);
                     m[k] = Float(decoded(first, record1[i], scale1));
                     v[k] = Float(decoded(second, record2[i], scale2));
                     update(step.rule, p[0], g[0] * factor, m[k], v[k]);
-                    param.store<1>(begin + i, p);
-                    out.store<1>(begin + i, p);
+                    weights.store<1>(begin + i, p);
                 }
             }
             encode_moments(first, record1, m);
@@ -97,7 +95,7 @@ static int run_coded(const lt_tensors *tensors, const AdamRule &rule, void *stre
                                             : coded_adam_kernel<float>;
     const Coding<true> first = make_coding<true>(t.levels);
     const Coding<false> second = make_coding<false>(t.levels);
-    Step<AdamRule> step = {rule, Gate(t), t.out ? t.out_dtype : kAbsent, {}};
+    Step<AdamRule> step = {rule, Gate(t), Keeping(t), {}};
     return for_each_batch(step.batch, t.count, t.numel, {t.param, t.grad, t.state1, t.state2, t.out},
                           [&] { return launch_chunks(kernel, step.batch.chunks(), stream, step, first, second); });
 }

@@ -14,15 +14,15 @@ __global__ void __launch_bounds__(kThreads)
     if (step.gate.closed()) return;
     const Float factor = step.gate.factor();
     for_each_chunk(step.batch, [&](const Chunk &chunk) {
-        View<float> param(step.batch, PARAM, chunk);
+        Weights weights(step, chunk);
         View<Grad> grad(step.batch, GRAD, chunk);
         View<State> state1(step.batch, STATE1, chunk), state2(step.batch, STATE2, chunk);
-        bool aligned = param.aligned<kWidth>() && grad.template aligned<kWidth>() &&
+        bool aligned = weights.aligned<kWidth>() && grad.template aligned<kWidth>() &&
                        state1.template aligned<kWidth>() && state2.template aligned<kWidth>();
         double param_squares = 0.0, update_squares = 0.0;
         for_each_element<kWidth>(chunk, aligned, [&](auto width, int64_t i) {
             constexpr int W = decltype(width)::value;
-            Lanes<W> p = param.load<W>(i), g = grad.template load<W>(i);
+            Lanes<W> p = weights.load<W>(i), g = grad.template load<W>(i);
             Lanes<W> m = state1.template load<W>(i), v = state2.template load<W>(i);
 #pragma unroll
             for (int k = 0; k < W; ++k) update(step.rule, g[k] * factor, m[k], v[k]);
@@ -81,19 +81,17 @@ __global__ void __launch_bounds__(kThreads)
     constexpr int kWidth = kAccess<float>;
     if (step.gate.closed()) return;
     for_each_chunk(step.batch, [&](const Chunk &chunk) {
-        View<float> param(step.batch, PARAM, chunk);
+        Weights weights(step, chunk);
         View<State> state1(step.batch, STATE1, chunk), state2(step.batch, STATE2, chunk);
-        OutView out(step.batch, OUT, chunk, step.out_dtype);
-        bool aligned = param.aligned<kWidth>() && state1.template aligned<kWidth>() &&
-                       state2.template aligned<kWidth>() && out.aligned<kWidth>();
+        bool aligned = weights.aligned<kWidth>() && state1.template aligned<kWidth>() &&
+                       state2.template aligned<kWidth>();
         Float rate = Float(-rates[step.batch.first + chunk.tensor]);
         for_each_element<kWidth>(chunk, aligned, [&](auto width, int64_t i) {
             constexpr int W = decltype(width)::value;
-            Lanes<W> p = param.load<W>(i), m = state1.template load<W>(i), v = state2.template load<W>(i);
+            Lanes<W> p = weights.load<W>(i), m = state1.template load<W>(i), v = state2.template load<W>(i);
 #pragma unroll
             for (int k = 0; k < W; ++k) p[k] = fma(rate, direction(step.rule, p[k], m[k], v[k]), p[k]);
-            param.store<W>(i, p);
-            out.store<W>(i, p);
+            weights.store<W>(i, p);
         });
     });
 }
@@ -112,7 +110,7 @@ LT_EXPORT int lt_cuda_lamb_update(const lt_tensors *tensors, const lt_lamb *opti
 
     LambKernel kernel = pick_lamb(t.grad_dtype, t.state_dtype);
     double *partial = (double *)scratch;
-    Step<LambRule> step = {make_rule(*options), Gate(t), kAbsent, {}};
+    Step<LambRule> step = {make_rule(*options), Gate(t), Keeping(t), {}};
     return for_each_batch(step.batch, t.count, t.numel, {t.param, t.grad, t.state1, t.state2, kNone}, [&] {
         int code = launch_chunks(kernel, step.batch.chunks(), stream, step, partial);
         return code ? code : sum_norms(step.batch, partial, norms, t.found_inf, stream);
@@ -126,7 +124,7 @@ LT_EXPORT int lt_cuda_lamb_apply(const lt_tensors *tensors, const lt_lamb *optio
     if (t.count > 0 && !rate) return LT_BAD_ARGUMENT;
 
     auto kernel = t.state_dtype == LT_BF16 ? lamb_apply_kernel<bf16> : lamb_apply_kernel<float>;
-    Step<LambRule> step = {make_rule(*options), Gate(t), t.out ? t.out_dtype : kAbsent, {}};
+    Step<LambRule> step = {make_rule(*options), Gate(t), Keeping(t), {}};
     return for_each_batch(step.batch, t.count, t.numel, {t.param, kNone, t.state1, t.state2, t.out},
                           [&] { return launch_chunks(kernel, step.batch.chunks(), stream, step, rate); });
 }

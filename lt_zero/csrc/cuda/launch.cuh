@@ -97,10 +97,17 @@ inline bool lists_valid(int64_t count, const int64_t *numel, std::initializer_li
 
 inline bool is_dtype(int dtype) { return dtype == LT_FP32 || dtype == LT_BF16 || dtype == LT_FP16; }
 
+// The dtypes of master weights and their copies, and what rounds them at random.
+inline bool weights_valid(const lt_tensors *t) {
+    if (t->param_dtype == LT_FP32) return !t->places && (!t->out || is_dtype(t->out_dtype));
+    return t->param_dtype == LT_BF16 && (!t->out || t->out_dtype == LT_BF16) &&
+           (!t->places || t->count == 0 || t->place_count > 0);
+}
+
 // With `states` optimizer states.
 inline bool tensors_valid(const lt_tensors *t, int states) {
-    return t && is_dtype(t->grad_dtype) && (t->state_dtype == LT_FP32 || t->state_dtype == LT_BF16) &&
-           (!t->out || is_dtype(t->out_dtype)) && lists_valid(t->count, t->numel, {t->param, t->grad}) &&
+    return t && weights_valid(t) && is_dtype(t->grad_dtype) && (t->state_dtype == LT_FP32 || t->state_dtype == LT_BF16) &&
+           lists_valid(t->count, t->numel, {t->param, t->grad}) &&
            (states < 1 || lists_valid(t->count, t->numel, {t->state1})) &&
            (states < 2 || lists_valid(t->count, t->numel, {t->state2})) &&
            (!t->out || lists_valid(t->count, t->numel, {t->out}));

@@ -10,6 +10,8 @@
 #include "launch.cuh"
 #include "view.cuh"
 
+#include "../stochastic.h"
+
 namespace lt_cuda {
 
 // What the gradients are multiplied by, and whether there is a step at all.
@@ -31,12 +33,64 @@ struct Gate {
 
 enum { PARAM, GRAD, STATE1, STATE2, OUT, LISTS };
 
+// How the updated weights are kept.
+struct Keeping {
+    int param_dtype, out_dtype;  // the second one may be kAbsent
+    const lt_place *places;      // none: they are rounded to the nearest
+    int64_t place_count;
+
+    explicit Keeping(const lt_tensors &t)
+        : param_dtype(t.param_dtype), out_dtype(t.out ? t.out_dtype : kAbsent), places(t.places),
+          place_count(t.place_count) {}
+};
+
 template <class Rule>
 struct Step {
     Rule rule;
     Gate gate;
-    int out_dtype;
+    Keeping keeping;
     Batch<LISTS> batch;
+};
+
+// The master weights of a chunk, and their copy. A thread visits elements in their order.
+class Weights {
+  public:
+    template <class Rule>
+    LT_DEVICE Weights(const Step<Rule> &step, const Chunk &chunk)
+        : param(step.batch, PARAM, chunk, step.keeping.param_dtype),
+          out(step.batch, OUT, chunk, step.keeping.out_dtype), random(step.keeping.places != nullptr) {
+        const Keeping &k = step.keeping;
+        if (random) cursor = find_place(k.places, k.place_count, step.batch.first + chunk.tensor, chunk.begin);
+    }
+
+    template <int W>
+    LT_DEVICE bool aligned() const {
+        return param.aligned<W>() && out.aligned<W>();
+    }
+
+    template <int W>
+    LT_DEVICE Lanes<W> load(int64_t i) const {
+        return param.load<W>(i);
+    }
+
+    template <int W>
+    LT_DEVICE void store(int64_t i, Lanes<W> values) {
+        if (random) {
+#pragma unroll
+            for (int k = 0; k < W; ++k) {
+                const uint32_t bits = __float_as_uint(values[k].x);
+                const uint32_t rounded = rounded_randomly(bits, random_bits(cursor, i + k));
+                values[k] = Float(__uint_as_float(rounded & 0xffff0000u));  // which is stored as it is
+            }
+        }
+        param.store<W>(i, values);
+        out.store<W>(i, values);
+    }
+
+  private:
+    WeightView param, out;
+    bool random;
+    PlaceCursor cursor;
 };
 
 template <class Rule>
@@ -60,23 +114,21 @@ __global__ void __launch_bounds__(kThreads, kStepBlocks) step_kernel(const __gri
     if (step.gate.closed()) return;
     const Float factor = step.gate.factor();
     for_each_chunk(step.batch, [&](const Chunk &chunk) {
-        View<float> param(step.batch, PARAM, chunk);
+        Weights weights(step, chunk);
         View<Grad, STREAMED> grad(step.batch, GRAD, chunk);
         View<State, STREAMED> state1(step.batch, STATE1, chunk);
         View<State2, STREAMED> state2(step.batch, STATE2, chunk);
-        OutView out(step.batch, OUT, chunk, step.out_dtype);
-        bool aligned = param.aligned<kWidth>() && grad.template aligned<kWidth>() &&
-                       state1.template aligned<kWidth>() && state2.template aligned<kWidth>() && out.aligned<kWidth>();
+        bool aligned = weights.aligned<kWidth>() && grad.template aligned<kWidth>() &&
+                       state1.template aligned<kWidth>() && state2.template aligned<kWidth>();
         for_each_element<kWidth>(chunk, aligned, [&](auto width, int64_t i) {
             constexpr int W = decltype(width)::value;
-            Lanes<W> p = param.load<W>(i), g = grad.template load<W>(i);
+            Lanes<W> p = weights.load<W>(i), g = grad.template load<W>(i);
             Lanes<W> s1 = state1.template load<W>(i), s2 = state2.template load<W>(i);
 #pragma unroll
             for (int k = 0; k < W; ++k) advance(step.rule, p[k], g[k] * factor, s1[k], s2[k]);
-            param.store<W>(i, p);
             state1.template store<W>(i, s1);
             state2.template store<W>(i, s2);
-            out.store<W>(i, p);
+            weights.store<W>(i, p);
         });
     });
 }
@@ -108,7 +160,7 @@ int run_step(const lt_tensors *tensors, const Rule &rule, void *stream, int stat
     const lt_tensors &t = *tensors;
     StepKernel<Rule> kernel = pick_kernel<Rule>(t.grad_dtype, states > 0 ? t.state_dtype : kAbsent);
     const List state1 = states > 0 ? t.state1 : nullptr, state2 = states > 1 ? t.state2 : nullptr;
-    Step<Rule> step = {rule, Gate(t), t.out ? t.out_dtype : kAbsent, {}};
+    Step<Rule> step = {rule, Gate(t), Keeping(t), {}};
     return for_each_batch(step.batch, t.count, t.numel, {t.param, t.grad, state1, state2, t.out},
                           [&] { return launch_chunks(kernel, step.batch.chunks(), stream, step); });
 }

@@ -136,17 +136,23 @@ class View<None, CACHING> {
     LT_DEVICE void store(int64_t, Lanes<W>) const {}
 };
 
-// The copy of the updated weights. Its dtype is known at run time only, a branch that all threads take the same way:
-// as a template parameter it would make four times as many kernels, all for their last instruction.
-class OutView {
+// Weights, or a copy of them. Their dtype is known at run time only, a branch that all threads take the same way: as a
+// template parameter it would make several times as many kernels, all for one or two instructions.
+class WeightView {
   public:
     template <int N>
-    LT_DEVICE OutView(const Batch<N> &batch, int list, const Chunk &chunk, int dtype)
+    LT_DEVICE WeightView(const Batch<N> &batch, int list, const Chunk &chunk, int dtype)
         : address(address_of(batch, list, chunk)), dtype(dtype) {}
 
     template <int W>
     LT_DEVICE bool aligned() const {
         return (uintptr_t)address % (dtype == LT_FP32 ? sizeof(Pack<float, W>) : sizeof(Pack<bf16, W>)) == 0;
+    }
+
+    // Of fp32 and bf16.
+    template <int W>
+    LT_DEVICE Lanes<W> load(int64_t i) const {
+        return dtype == LT_BF16 ? View<bf16>(address).template load<W>(i) : View<float>(address).template load<W>(i);
     }
 
     template <int W>
