@@ -17,7 +17,7 @@ from lt_zero.exchange.late_ranks import TolerantExchange, tolerant_sum, tolerate
 from lt_zero.exchange.local_steps import LocalSteps
 from lt_zero.exchange.plan import ExchangeKind, ExchangePlan
 from lt_zero.exchange.quantized import EncodedUpdates, RestingGather
-from lt_zero.exchange.zero_plus_plus import QuantizedGradients, ZeroPlusPlusGather, share_second_copies
+from lt_zero.exchange.zero_plus_plus import QuantizedGradients, ZeroPlusPlusGather, connect_second_copies
 
 log = logging.getLogger("lt_zero")
 
@@ -41,10 +41,10 @@ def configure_group(group: ShardGroup, config: ZeroConfig) -> None:
         scatters=zero.reduce_scatter,
         sums_gradients=config.gradient_allreduce_op == "sum",
         predivide=predivide,
+        # With parts of different sizes, some ranks have a model beside this group's, and are not sharded.
+        secondary_shards=zero.secondary_shards(group.size) if len(set(map(len, group.parts))) == 1 else 1,
     )
-    # With parts of different sizes, some ranks have a model beside this group's, and are not sharded.
-    if len(set(map(len, group.parts))) == 1:
-        share_second_copies(group, zero.secondary_shards(group.size))
+    connect_second_copies(group)
     tolerate(group, config.communication.slow_node_tolerance, zero.stage > 0)
     optim = zero.offload_optimizer
     # This makes process groups. It is done here, where all ranks configure their groups in one order.
