@@ -259,7 +259,7 @@ class ShardGroup(Ranks):
         )
 
     def sum_by(self, transport: Transport | None) -> None:
-        """Let ``transport`` sum gradients, and close it with the group; None: that which gathers. Closes the last one."""
+        """Let ``transport`` sum gradients, closed with the group; None: the one that gathers. Closes the last one."""
         if self.sums is not self.transport:
             self.sums.close()
         self.sums = transport or self.transport
