@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
@@ -175,7 +176,7 @@ class ShardGroup(Ranks):
         return self.world.share_memory([self.ranks[rank] for rank in ranks])
 
     def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """The connections that ``make`` has returned for ``key``, kept as long as the group. Collective at first.
+        """Return what ``make`` has made for ``key``: connections that live as long as the group. Collective at first.
 
         ``make`` must not keep the group alive.
         """
@@ -183,10 +184,6 @@ class ShardGroup(Ranks):
             self._made[key] = make()
         made: _T = self._made[key]
         return made
-
-    def set_secondary_shards(self, number: int) -> None:
-        """Let plans know that ``number`` neighbouring ranks share a second copy of parameters."""
-        self.secondary_shards = number
 
     def require_queues(self, key: str, asked: str) -> None:
         """Check that collectives of several process groups can run beside each other.
@@ -201,7 +198,13 @@ class ShardGroup(Ranks):
     # ---- transports ------------------------------------------------------------------------------------------------
 
     def configure(
-        self, shards: int, topology: str | int, scatters: bool, sums_gradients: bool, predivide: float | None
+        self,
+        shards: int,
+        topology: str | int,
+        scatters: bool,
+        sums_gradients: bool,
+        predivide: float | None,
+        secondary_shards: int = 1,
     ) -> None:
         """Choose replicas, topology and reductions. Before anything is sharded. Collective.
 
@@ -211,12 +214,14 @@ class ShardGroup(Ranks):
             scatters: gradients are reduced by a reduce-scatter; else by an all-reduce of all of them.
             sums_gradients: gradients are summed, not averaged.
             predivide: divisor of gradients before they are sent; None: as the dtype needs.
+            secondary_shards: as the attribute.
 
         Raises:
             ConfigError: they do not fit the ranks.
         """
         self.sums_gradients = sums_gradients
         self.predivide = predivide
+        self.secondary_shards = secondary_shards if self.process_group is not None else 1
         wanted = (shards, topology, scatters)
         if wanted != self._configured:
             self.sum_by(None)
@@ -254,10 +259,12 @@ class ShardGroup(Ranks):
         )
 
     def sum_by(self, transport: Transport | None) -> None:
-        """Let ``transport`` sum gradients; None: that which gathers. Closes the one that did."""
+        """Let ``transport`` sum gradients, closed with the group; None: the one that gathers. Closes the last one."""
         if self.sums is not self.transport:
             self.sums.close()
         self.sums = transport or self.transport
+        if transport is not None:
+            weakref.finalize(self, transport.close).atexit = False
 
     def _choose(self, division: int, topology: str | int, scatters: bool) -> None:
         """Make the groups and the transport. ``division``: ranks of a replica, in parts that have more."""

@@ -401,7 +401,7 @@ class UnusedParameters:
         return self._flags
 
     def _report_used(self) -> list[bool]:
-        """The parameters that had a gradient on this rank, as flags; notes the ``late`` buckets."""
+        """Report which parameters had a gradient on this rank; notes the ``late`` buckets."""
         # Guards would intercept each access to ``.grad``, although it needs no values.
         with without_torch_function():
             got = [[p.grad is not None for p in b.params] for b in self._buckets]

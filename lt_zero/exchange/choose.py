@@ -17,7 +17,7 @@ from lt_zero.exchange.late_ranks import TolerantExchange, tolerant_sum, tolerate
 from lt_zero.exchange.local_steps import LocalSteps
 from lt_zero.exchange.plan import ExchangeKind, ExchangePlan
 from lt_zero.exchange.quantized import EncodedUpdates, RestingGather
-from lt_zero.exchange.zero_plus_plus import QuantizedGradients, ZeroPlusPlusGather, share_second_copies
+from lt_zero.exchange.zero_plus_plus import QuantizedGradients, ZeroPlusPlusGather, connect_second_copies
 
 log = logging.getLogger("lt_zero")
 
@@ -39,10 +39,10 @@ def configure_group(group: ShardGroup, options: CommunicationOptions) -> None:
         scatters=options.scatters,
         sums_gradients=options.sums_gradients,
         predivide=predivide,
+        # With parts of different sizes, some ranks have a model beside this group's, and are not sharded.
+        secondary_shards=options.secondary_shards(group.size) if len(set(map(len, group.parts))) == 1 else 1,
     )
-    # With parts of different sizes, some ranks have a model beside this group's, and are not sharded.
-    if len(set(map(len, group.parts))) == 1:
-        share_second_copies(group, options.secondary_shards(group.size))
+    connect_second_copies(group)
     tolerate(group, options.late_share, options.shards_optimizer)
     # This makes process groups. It is done here, where all ranks configure their groups in one order.
     if options.steps_beside_forward:

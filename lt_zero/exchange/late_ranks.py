@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -37,7 +36,6 @@ def tolerate(group: ShardGroup, share: float, sharded: bool) -> None:
     columns = [mesh.replica_ranks(number) for number in range(ranks)]
     groups = [group.new_group(columns, FOR_EVER) for _ in range(2)]
     tolerant = TolerantSum(groups, mesh, late, partial(_tell_late, mesh, group.world.hosts))
-    weakref.finalize(group, tolerant.end).atexit = False
     group.world.ends_with_run.add(tolerant)
     node = next(node for node in group.nodes if group.rank in node)
     arenas = [arena for _ in range(3 if ranks > 1 else 0) if (arena := group.share_memory(node)) is not None]

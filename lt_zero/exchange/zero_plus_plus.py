@@ -38,17 +38,15 @@ _KEY = "zero_optimization.zero_hpz_partition_size"
 _GATHER = Operation("all-gather in the node", "all_gather")
 
 
-def share_second_copies(group: ShardGroup, size: int) -> None:
-    """Let ``size`` neighbouring ranks share a second copy of parameters; 1: there is none. Collective.
+def connect_second_copies(group: ShardGroup) -> None:
+    """Connect the ranks of ``group`` that share a second copy of parameters, if there is one. Collective.
 
     Raises:
         ConfigError: a GPU has one queue for all groups.
     """
-    if group.process_group is not None:
-        if size > 1:
-            group.require_queues(_KEY, f"{_KEY}={size}")
-            in_node(group, size)
-        group.set_secondary_shards(size)
+    if (size := group.secondary_shards) > 1:
+        group.require_queues(_KEY, f"{_KEY}={size}")
+        in_node(group, size)
 
 
 def in_node(group: ShardGroup, size: int) -> Transport:
