@@ -88,7 +88,7 @@ class Peaks:
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.gathered, self.homes = engine, 0, 0
-        self.tiers = {t for t in (engine.offload_manager.optim, engine.offload_manager.params) if t is not None}
+        self.tiers = getattr(engine.offload_manager, "tiers", ())  # of an engine that offloads
 
     def __enter__(self) -> Peaks:
         self.patch = pytest.MonkeyPatch()
