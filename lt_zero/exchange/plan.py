@@ -41,7 +41,7 @@ class ExchangeKind(Enum):
 
 @dataclass(frozen=True)
 class ExchangeOptions:
-    """Options of the exchange of gradients and of gathers.
+    """Options of the exchange of gradients, and of gathers of weights.
 
     Attributes:
         kind: the exchange between several ranks.
