@@ -326,7 +326,7 @@ def opened_source(
 
 
 class _Told(NamedTuple):
-    """What a rank tells the others of its copy.
+    """Description of a rank's copy for the others.
 
     Attributes:
         place: its path; None: there is no checkpoint.

@@ -70,7 +70,7 @@ class MasterWeights:
     # The compute copy that a step or an edit has to update: this rank's elements of the flat tensor, or what gathers
     # read while the master weights, or frozen weights in a wider dtype, are offloaded.
     copy: Store = NO_COPY
-    began_training: Callable[[], None] | None = None  # called when weights that were frozen get master weights
+    _on_unfrozen: Callable[[], None] | None = None
     written: bool = False  # the running step has written the compute copy already
     replaced: Store | None = None  # what loads and edits have replaced since the last step, see Note [Replaced weights]
     loads_rounded: bool = False  # a load since the last step had values without more precision than the compute copy
@@ -139,8 +139,8 @@ class MasterWeights:
         else:
             self.keep(frozen.read())
             frozen.discard()
-        if self.began_training is not None:
-            self.began_training()
+        if self._on_unfrozen is not None:
+            self._on_unfrozen()
         # Do not leave it to a step: the bucket may never be stepped.
         put_away(self.stores())
 
@@ -228,6 +228,10 @@ class MasterWeights:
         self.background.wait()
         self.copy.refresh(self._kept, self.written, self.gaps)
         self.written, self.decoded_reference = True, None
+
+    def call_when_unfrozen(self, call: Callable[[], None] | None) -> None:
+        """Call ``call`` when weights that were frozen have got master weights; None: nothing."""
+        self._on_unfrozen = call
 
     def refresh_anew(self) -> None:
         """``refresh``, whether or not the running step has written the compute copy."""

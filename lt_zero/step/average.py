@@ -65,7 +65,7 @@ class WeightAverage(AveragedWeights):
         self.updates, self.swapped, self.finished = 0, False, False
         self._left: list[Tensor] = []  # digests of what ``finish`` left in the model
         for bucket in engine.buckets:
-            bucket.weights.began_training = partial(self._unfreeze, bucket)
+            bucket.weights.call_when_unfrozen(partial(self._unfreeze, bucket))
         engine.handles.append(self)
 
     def _unfreeze(self, bucket: Bucket) -> None:
@@ -202,7 +202,7 @@ class WeightAverage(AveragedWeights):
         for bucket in self._engine.buckets:
             bucket.drop_beside(_EMA)
             bucket.drop_beside(_TRAINED)
-            bucket.weights.began_training = None
+            bucket.weights.call_when_unfrozen(None)
         self._buffers.clear()
         if self in self._engine.handles:
             self._engine.handles.remove(self)

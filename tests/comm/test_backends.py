@@ -369,7 +369,7 @@ def _communicators(sizes: dict[str, int], zero: dict[str, Any] | None = None) ->
             groups += [mesh.peers, mesh._cut, mesh._experts.same if mesh._experts is not None else None]
         for group in groups:
             if group is not None:
-                group.configure(config)
+                configure_group(group, communication_options(config))
         assert world.communicators == Communicators(len(made), 3 * len(made) << 20)
         return Counter([world.size, *map(dist.get_world_size, made)])  # the world's own was connected before
 

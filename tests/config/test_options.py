@@ -25,6 +25,7 @@ from lt_zero.config.precision import dtype_policy
 from lt_zero.engine.options import EngineOptions
 from lt_zero.exchange.plan import MOMENTA, SIGNS, ExchangeKind
 from lt_zero.ops.codecs import INT8, TWO_BITS, TopK
+from lt_zero.ops.moments import moments_in
 from lt_zero.ops.nf4 import NF4
 
 pytestmark = pytest.mark.filterwarnings("ignore::lt_zero.config.load.ConfigWarning")
@@ -99,6 +100,7 @@ FIELDS: dict[str, tuple[dict[str, Any], Any]] = {
     "communication.predivide_factor": ({"gradient_predivide_factor": 4}, 4.0),
     "communication.late_share": ({"communication": {"slow_node_tolerance": 0.25}}, 0.25),
     "communication.steps_beside_forward": (_states(overlap_step=True), True),
+    "moments": ({"optimizer_states": {"dtype": "bf16"}}, moments_in(torch.bfloat16)),
     "resting": (_zero(stage=3) | {"quantize": 4}, NF4),
 }
 # Those that are functions, or objects with tests of their own.

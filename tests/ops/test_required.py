@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import lt_zero
 from lt_zero import ZeroConfig, ZeroStrategy
-from lt_zero.build import _check_kernels
+from lt_zero.build import _check_kernels, built_by
 from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.guard import is_guarded
@@ -91,7 +91,7 @@ def test_required_names_the_record_of_a_compiler_that_fails(
 def test_required_runs_where_kernels_are(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(library, "status", lambda kind: (asked.append(kind), THERE)[1])
-    assert lt_zero.shard(Net(), required()).config.ops == "required"
+    assert built_by(lt_zero.shard(Net(), required())).ops == "required"
     assert asked == ["cpu"]
 
 

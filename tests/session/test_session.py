@@ -81,7 +81,9 @@ def _one_after_the_other() -> list[int]:
     module = nn.Linear(3, 2)
     fabric.setup_module(module)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "check_optimizers", lambda engine, optimizers, *_: seen.append(len(list(optimizers))))
+        patch.setattr(
+            session, "check_optimizers", lambda engine, config, optimizers, *_: seen.append(len(list(optimizers)))
+        )
         first = fabric.setup_optimizers(torch.optim.AdamW([module.weight]))
         beside = fabric.setup_optimizers(torch.optim.AdamW([module.bias]))
         instead = fabric.setup_optimizers(torch.optim.SGD([module.weight], lr=0.1))

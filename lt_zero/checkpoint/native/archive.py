@@ -91,7 +91,7 @@ class Archive:
             self._blocks.check_length(name)
 
     def copy_id(self) -> tuple[Any, ...]:
-        """What tells copies of a checkpoint apart: equal on ranks, of any node, that see the same files."""
+        """Identity of a copy of a checkpoint: equal on ranks, of any node, that see the same files."""
         place = f"{self.path}/{MANIFEST}"
         if self._fs is not None:
             return (place, self._fs.ukey(place))
