@@ -29,7 +29,7 @@ class SteppedFragment(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where consecutive elements of a tensor are in their parameter, and what their random bits are made of.
+    """Position of consecutive elements of a tensor in their parameter, with the ingredients of their random bits.
 
     Attributes:
         tensor: number of the tensor in a list.

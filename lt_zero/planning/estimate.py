@@ -445,7 +445,7 @@ def misfit(cast: Forecast, machine: Machine) -> str:
 
 
 def _left_out(cast: Forecast) -> str:
-    """What tables of forecasts do not have."""
+    """List what tables of forecasts do not have."""
     return f"Without activations{f', and NCCL: {cast.of_nccl}' if cast.communicators else ''}."
 
 
