@@ -121,6 +121,7 @@ class ShardGroup(Ranks):
         self._row: Groups | None = None  # groups over parts of the ranks
         self._configured: tuple[Any, ...] | None = None
         self._made: dict[Hashable, Any] = {}  # see ``once``
+        self._end_sums: weakref.finalize[Any, Any] | None = None  # closes ``sums``, if ``sum_by`` was given it
         self.secondary_shards = 1
         self.topology = Topology((), "there is one rank")
         self.transport: Transport
@@ -260,11 +261,14 @@ class ShardGroup(Ranks):
 
     def sum_by(self, transport: Transport | None) -> None:
         """Let ``transport`` sum gradients, closed with the group; None: the one that gathers. Closes the last one."""
-        if self.sums is not self.transport:
-            self.sums.close()
+        if self._end_sums is not None:
+            self._end_sums()
+            self._end_sums = None
         self.sums = transport or self.transport
         if transport is not None:
-            weakref.finalize(self, transport.close).atexit = False
+            # Once called it forgets the transport, whose threads and memory would stay until the group ends.
+            self._end_sums = weakref.finalize(self, transport.close)
+            self._end_sums.atexit = False
 
     def _choose(self, division: int, topology: str | int, scatters: bool) -> None:
         """Make the groups and the transport. ``division``: ranks of a replica, in parts that have more."""

@@ -233,9 +233,10 @@ class WeightAverage(AveragedWeights):
             if not all(spec.name in state for spec in specs):
                 continue
             if not bucket.weights.trains:
-                if not all(spec.name in averaged for spec in specs):
+                if not any(spec.name in averaged for spec in specs):
                     continue
-                # They were trained when the checkpoint was saved, and are frozen now.
+                # Some were trained when the checkpoint was saved, and all are frozen now. ``state`` has the weights of
+                # the others, so that their average is begun as theirs would be.
                 bucket.weights.enable_training(bucket.name)
             rows = _add(bucket).overwrite()
             # No parameter has the elements of gaps, and digests of weights cover them after a swap.

@@ -350,8 +350,17 @@ class FusedStep:
             for bucket in buckets
             if bucket.storage.suits_kernels
             and bucket.moments.is_taken_by(self._kernel.operation)
+            and not self._rounds_between(bucket)
             and ops.available(torch.device("cpu") if bucket.offloaded else bucket.flat.device)
         }
+
+    def _rounds_between(self, bucket: Bucket) -> bool:
+        """True if the second pass would read rounded moments, which the optimizer's own step does not.
+
+        With master weights in fp32 the optimizer's own step computes with rounded moments, too.
+        """
+        narrow = bucket.moments.dtype in (torch.bfloat16, torch.float16)
+        return self._kernel.collective and narrow and bucket.weights.master_dtype != torch.float32
 
     def steps_alone(self, bucket: Bucket) -> bool:
         """True if this rank steps a bucket without collectives; the same on all ranks."""

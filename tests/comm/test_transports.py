@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
@@ -124,6 +126,35 @@ def test_the_order_of_transports() -> None:
     assert group.transport.name == "mine"
     group.configure(shards=1, topology=1, scatters=True, sums_gradients=False, predivide=None)
     assert group.transport.name == "none", "it is not registered any more"
+
+
+def test_a_transport_of_sums_that_is_replaced_is_closed_and_forgotten() -> None:
+    closed: list[str] = []
+
+    class Summing(Alone):
+        def __init__(self, name: str) -> None:
+            self.title = name
+
+        def close(self) -> None:
+            closed.append(self.title)
+
+    group = ShardGroup.of_all(World(None, CPU))
+    first = Summing("first")
+    known = weakref.ref(first)
+    group.sum_by(first)
+    del first
+    group.sum_by(Summing("second"))
+    gc.collect()
+    assert closed == ["first"]
+    assert known() is None
+    assert isinstance(group.sums, Summing)
+    group.sum_by(None)
+    assert closed == ["first", "second"]
+    assert group.sums is group.transport
+    group.sum_by(Summing("third"))
+    del group
+    gc.collect()
+    assert closed == ["first", "second", "third"]
 
 
 def test_names_of_transports_are_checked() -> None:

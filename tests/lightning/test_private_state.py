@@ -15,6 +15,7 @@ import tracemalloc
 import weakref
 from collections import Counter, OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -184,6 +185,18 @@ class SpawnsSeeds(Passes):
         return drawn(int(child.generate_state(1)[0]))
 
 
+class SpawnsSharedSeeds(SpawnsSeeds):
+    """One sequence that two objects hold."""
+
+    def __init__(self) -> None:
+        super().__init__(5)
+        self.held = SimpleNamespace(seeds=self.seeds)
+
+    def order(self) -> list[int]:
+        (child,) = self.held.seeds.spawn(1)
+        return super().order() if child.generate_state(1)[0] % 2 else drawn(int(child.generate_state(1)[0]))
+
+
 class SpawnsGenerators(Passes):
     """``seed``: None: another one for each sampler."""
 
@@ -223,7 +236,19 @@ def changed(value: Any, step: Callable[[Any], Any]) -> Callable[[], Keeps]:
 
 KINDS: dict[str, Callable[[], Passes]] = {
     kind.__name__: kind
-    for kind in (Slots, InheritedSlots, PrivateSlots, OfTheClass, MadeLate, Replaces, Halves, InSlots, Closure, Mixed)
+    for kind in (
+        Slots,
+        InheritedSlots,
+        PrivateSlots,
+        OfTheClass,
+        MadeLate,
+        Replaces,
+        Halves,
+        InSlots,
+        Closure,
+        Mixed,
+        SpawnsSharedSeeds,
+    )
 } | {
     "float": changed(lambda: 1.0, lambda value: value * 0.9),
     "text": changed(lambda: "a", lambda value: value + "b"),

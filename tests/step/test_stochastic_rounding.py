@@ -143,6 +143,16 @@ def test_a_kernel_steps_them_without_copies(kind: str, at_random: bool) -> None:
     assert ("rounding_step" in found) == (at_random and "step" not in found)
 
 
+@pytest.mark.parametrize("low_states", [True, False])
+def test_lamb_steps_with_moments_that_are_not_rounded_before(low_states: bool) -> None:
+    """Its second pass would read moments that the first has rounded to bf16; its own step rounds them at the end."""
+    keys = {"bf16": {**RANDOM["bf16"], "bf16_optimizer_states": low_states}}
+    model = Net()
+    engine = lt_zero.shard(model, config_of(2, **keys))
+    sharded = lt_zero.ShardedOptimizer(engine, OPTIMIZERS["lamb"](model))
+    assert sharded.kernel_buckets(engine.buckets) == (set() if low_states else set(engine.buckets))
+
+
 def _others(stage: int, kind: str, path: str) -> list[dict[str, Tensor]]:
     """In memory, in host memory apart from the device's, in files."""
     found = [trained(kind, stage)]

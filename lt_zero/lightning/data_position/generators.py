@@ -54,7 +54,7 @@ def packed(generator: Any) -> dict[str, Any]:
 def unpack(generator: Any, saved: dict[str, Any]) -> Any:
     """Set a generator's state, and return it, or another one that has to take its place.
 
-    One of another class is left as it is. How many seeds a sequence has spawned can be set in a new one only.
+    One of another class is left as it is. A sequence of other seeds, or that has spawned more, is replaced.
     """
     kind = saved["kind"]
     state = saved["state"]
@@ -67,10 +67,11 @@ def unpack(generator: Any, saved: dict[str, Any]) -> Any:
     elif kind == "RandomState" and isinstance(generator, np.random.RandomState):
         generator.set_state(_arrays(state))
     elif kind == "SeedSequence" and isinstance(generator, np.random.SeedSequence):
-        return generator if _of_seeds(generator) == state else unpacked(saved)
+        return generator if _spawn_up_to(generator, state) else unpacked(saved)
     elif kind == "numpy" and isinstance(generator, np.random.Generator):
         generator.bit_generator.state = _arrays(state)
-        if "seeds" in saved and not _spawn_up_to(generator, saved["seeds"]):
+        seeds = _seeds_of(generator)
+        if "seeds" in saved and (seeds is None or not _spawn_up_to(seeds, saved["seeds"])):
             return unpacked(saved)
     return generator
 
@@ -114,11 +115,8 @@ def _seeds_of(generator: np.random.Generator) -> np.random.SeedSequence | None:
     return seeds if type(seeds) is np.random.SeedSequence else None
 
 
-def _spawn_up_to(generator: np.random.Generator, saved: dict[str, Any]) -> bool:
-    """Let a generator spawn as many seeds as were saved; returns whether they are the same seeds."""
-    seeds = _seeds_of(generator)
-    if seeds is None:
-        return False
+def _spawn_up_to(seeds: np.random.SeedSequence, saved: dict[str, Any]) -> bool:
+    """Let a sequence, which others may hold too, spawn as many seeds as were saved; returns whether it is that one."""
     left = saved["spawned"] - seeds.n_children_spawned
     if left > 0:
         seeds.spawn(left)
