@@ -69,11 +69,9 @@ def parts_of(device: str, limit: float = LIMIT_S) -> dict[str, list[Step]]:
     attention: tuple[str, ...] = ("--heads", "16", "--lengths", "4096", "16384", "--rounds", "3", "--full", "0")
     activation: tuple[str, ...] = ("--rounds", "3")
     if not gpu:
-        ops, host, attention = (
-            ("--numel", "1e6", "--rounds", "3", "--threads", "1"),
-            ("--rounds", "5"),
-            ("--lengths", "1024"),
-        )
+        ops = ("--numel", "1e6", "--rounds", "3", "--threads", "1")
+        host = ("--rounds", "5")
+        attention = ("--lengths", "1024")
         activation = ("--depth", "4", "--rounds", "1")
     paths = {
         "kernels": ("tests/ops", "tests/gpu/test_attention.py"),
@@ -155,7 +153,9 @@ def run_part(part: str, steps: Sequence[Step], device: str, limit: float, folder
 
     A claim that no step left a row for gets one that says why.
     """
-    begun, left, report = time.monotonic(), Left(f"{date.today()}, {versions(device)}"), list[str]()
+    begun = time.monotonic()
+    left = Left(f"{date.today()}, {versions(device)}")
+    report = list[str]()
     for step in steps:
         room, words = limit - (time.monotonic() - begun), step.words
         if room <= 0:

@@ -35,7 +35,7 @@ from torch import Tensor
 from lt_zero import ops
 from lt_zero.ops import library
 from lt_zero.ops.moments import BLOCK, coded_nbytes
-from lt_zero.ops.places import Place, place_table
+from lt_zero.ops.places import ElementPlace, place_table
 from lt_zero.ops.rounding import ElementRows
 from lt_zero.ops.sparsify import pack_sparse
 from lt_zero.optim import Lamb, Lion
@@ -124,8 +124,11 @@ def moment_cases(state: State, device: str) -> Cases:
 
 def rounding_cases(state: State) -> Cases:
     """AdamW with weights in bf16, from bf16 gradients."""
-    n, weights, device = state.numel, state.out.copy_(state.p), state.p.device
-    places, rows = place_table([Place(0, 0, 0, n, 0, 7, 5)], device), ElementRows(n, 0, n)
+    n = state.numel
+    weights = state.out.copy_(state.p)
+    device = state.p.device
+    places = place_table([ElementPlace(0, 0, 0, n, 0, 7, 5)], device)
+    rows = ElementRows(n, 0, n)
     others = [[state.low], [state.m], [state.v]]
 
     def two_passes() -> None:
@@ -252,9 +255,14 @@ def cases_of(state: State, device: str) -> Cases:
 
 def codec_cases(state: State) -> Cases:
     """Encoding with error feedback, sums of four buffers, and the parts of top-k."""
-    n, x, residual, cases = state.numel, state.g, torch.zeros_like(state.g), Cases()
+    n = state.numel
+    x = state.g
+    residual = torch.zeros_like(state.g)
+    cases = Cases()
     for name, codec in {"int8": ops.INT8, "int4": ops.INT4, "2 bits": ops.TWO_BITS, "1 bit": ops.ONE_BIT}.items():
-        bits, block, out = codec.bits, codec.block, codec.encode(x)
+        bits = codec.bits
+        block = codec.block
+        out = codec.encode(x)
         for kind, encode, add in (
             ("lt_zero", ops.quantize, ops.dequantize_sum),
             ("torch", ops.quantize_reference, ops.dequantize_sum_reference),
@@ -281,9 +289,13 @@ def traffic_cases(state: State) -> Cases:
     cases["AdamW, fp32"] = cases.pop("step")
     cases["AdamW, bf16 to bf16"] = cases.pop("bf16 to bf16")
     cases["norm, fp32"] = cases.pop("norm fp32")
-    n, x, residual = state.numel, state.g, torch.zeros_like(state.g)
+    n = state.numel
+    x = state.g
+    residual = torch.zeros_like(state.g)
     for name, codec in {"int8": ops.INT8, "int4": ops.INT4, "1 bit": ops.ONE_BIT}.items():
-        bits, block, out = codec.bits, codec.block, codec.encode(x)
+        bits = codec.bits
+        block = codec.block
+        out = codec.encode(x)
         encode, add = partial(ops.quantize, x, bits, block, residual, out), partial(ops.dequantize_sum, [out] * 4)
         cases[f"quantise to {name}"] = (encode, 12 * n + out.numel())  # x, and the residual before and after
         cases[f"dequantise and sum 4 of {name}"] = (partial(add, state.p, bits, block, 0.25), 4 * (n + out.numel()))

@@ -45,7 +45,13 @@ from lt_zero.io.checked_file import STEP, FileRecord
 from lt_zero.parallel import LayerSpec
 from lt_zero.parallel.pipeline.module import PipelineModule
 
-TENSOR, STAGES, LAYERS, WIDTH, HIDDEN, SHARED, VOCABULARY = 8, 4, 80, 8192, 28672, 1024, 32000
+TENSOR = 8
+STAGES = 4
+LAYERS = 80
+WIDTH = 8192
+HIDDEN = 28672
+SHARED = 1024
+VOCABULARY = 32000
 RULES = [
     {"patterns": [r".*\.(q|k|v|gate|up)\.weight"], "partition_type": "column"},
     {"patterns": [r".*\.(o|down)\.weight"], "partition_type": "row"},
@@ -87,7 +93,9 @@ class Block(nn.Module):
         self.num_heads, self.num_key_value_heads = 64, 8
         self.norm1, self.norm2 = Scale(width), Scale(width)
         self.q, self.k, self.v, self.o = (Linear(width, n) for n in (width, shared, shared, width))
-        self.gate, self.up, self.down = Linear(width, hidden), Linear(width, hidden), Linear(hidden, width)
+        self.gate = Linear(width, hidden)
+        self.up = Linear(width, hidden)
+        self.down = Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         raise NotImplementedError("only its parameters count here")
@@ -95,7 +103,10 @@ class Block(nn.Module):
 
 def layers(by: int) -> list[LayerSpec]:
     """The layers of a model whose widths are divided ``by`` this."""
-    width, hidden, shared, words = WIDTH // by, HIDDEN // by, SHARED // by, VOCABULARY // by
+    width = WIDTH // by
+    hidden = HIDDEN // by
+    shared = SHARED // by
+    words = VOCABULARY // by
     blocks = [LayerSpec(Block, width, hidden, shared) for _ in range(LAYERS)]
     return [LayerSpec(Embedding, words, width), *blocks, LayerSpec(Scale, width), LayerSpec(Linear, width, words)]
 

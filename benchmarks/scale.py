@@ -176,7 +176,9 @@ def steps(args: argparse.Namespace) -> list[str]:
     from lt_zero.planning.limits import host_memory
 
     deadline = time.monotonic() + 60 * args.minutes
-    names, times, memories = args.peers.split(","), list[list[str]](), list[list[str]]()
+    names = args.peers.split(",")
+    times = list[list[str]]()
+    memories = list[list[str]]()
     for label in args.sizes.split(","):
         for ranks in map(int, args.ranks.split(",")):
             size, room = SIZES[label], 0.9 * host_memory().nbytes

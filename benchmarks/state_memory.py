@@ -196,7 +196,9 @@ def main() -> None:
     if args.worker:
         work(args)
         return
-    sizes, rows, numel = ["--width", str(args.width), "--depth", str(args.depth)], [], 0.0
+    sizes = ["--width", str(args.width), "--depth", str(args.depth)]
+    rows = []
+    numel = 0.0
     for number, case in enumerate(cases()):
         if args.only in str(case):
             found = in_processes(number, sizes, args.path)

@@ -198,7 +198,9 @@ class Checkpointing:
         warns: bool = True,
         meter: Meter | None = None,
     ) -> None:
-        self.mode, self.store, self.selective = block.mode, store, block.mode == "selective"
+        self.mode = block.mode
+        self.store = store
+        self.selective = block.mode == "selective"
         self.around: Around = around or (lambda name, recompute: nullcontext())
         self.caches, self.found = Caches(warns), find_modules(root, block)
         self.boundary: Boundary | None = None
@@ -240,8 +242,13 @@ class _Checkpointed:
 
     def __init__(self, name: str, module: nn.Module, how: Checkpointing) -> None:
         self.__wrapped__: Callable[..., Any] = module.forward
-        self.name, self._module, self._active = name, module, True
-        self._selective, self._store, self.around, self._caches = how.selective, how.store, how.around, how.caches
+        self.name = name
+        self._module = module
+        self._active = True
+        self._selective = how.selective
+        self._store = how.store
+        self.around = how.around
+        self._caches = how.caches
         self.meter, self.recomputes = how.meter, True
         self.state = ForwardState(module)
         self._replaced = vars(module).get("forward")  # an instance attribute, as torch.compile sets one
@@ -396,7 +403,8 @@ def install(engine: Engine, config: Schema) -> Checkpointing | None:
         ConfigError: there is nothing to checkpoint.
         SwapError: a rank cannot create files in ``nvme_path``.
     """
-    world, known = engine.world, installed(engine)
+    world = engine.world
+    known = installed(engine)
     block = config.activation_checkpointing
     if known is not None or block.mode == "none":
         return known

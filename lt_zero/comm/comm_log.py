@@ -109,7 +109,9 @@ class CommLog(Unlogged):
     """
 
     def __init__(self, device: torch.device, world: int, show: Callable[[str], None] | None = None) -> None:
-        self._device, self._world, self._show = device, world, show
+        self._device = device
+        self._world = world
+        self._show = show
         self._recorded = RecordedCollectives()  # until ``configure``
         self._sums: dict[tuple[str, str, int], _Sum] = {}
         self._adding = threading.Lock()
@@ -119,7 +121,8 @@ class CommLog(Unlogged):
     def configure(self, recorded: RecordedCollectives) -> None:
         """Choose the collectives to record, and drop earlier records of others."""
         self._read(wait=True)
-        before, self._sums = self._sums, {}
+        before = self._sums
+        self._sums = {}
         self._recorded = recorded
         for (operation, name, nbytes), found in before.items():
             if operation in recorded.operations:
@@ -271,7 +274,9 @@ class _Recorded:
     """A launched collective that is recorded at its first wait."""
 
     def __init__(self, log: CommLog, opened: _Open, work: Work) -> None:
-        self._log, self._opened, self._work = log, opened, work
+        self._log = log
+        self._opened = opened
+        self._work = work
         self._over = False
 
     def wait(self) -> Any:

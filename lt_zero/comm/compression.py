@@ -164,7 +164,9 @@ def gather_encoded(
     ``gather``: starts an all-gather of bytes (1D, one equal part per shard), of which the own part is in place.
     ``own``: this rank's encoded shard, which is not in place then.
     """
-    parts, costs, others = _rows(flat, mesh.shards), Costs(), mesh.shards - 1
+    parts = _rows(flat, mesh.shards)
+    costs = Costs()
+    others = mesh.shards - 1
     with costs.coded(flat.device):
         codes = torch.empty(mesh.shards, codec.nbytes(parts.shape[1]), dtype=torch.uint8, device=flat.device)
         if own is None:
@@ -216,9 +218,17 @@ class Compressor:
         watch: CollectiveMonitor,
         new_group: Callable[[Sequence[Sequence[int]]], Group],
     ) -> None:
-        world, inner, self._inside = plan.ranks, plan.inner, plan.inside
-        self._world, self._rank, self._inner, self._nodes = world, rank, inner, world // inner
-        self._watch, self._codec, self._hierarchical, self.plan = watch, plan.codec, plan.hierarchical, plan
+        world = plan.ranks
+        inner = plan.inner
+        self._inside = plan.inside
+        self._world = world
+        self._rank = rank
+        self._inner = inner
+        self._nodes = world // inner
+        self._watch = watch
+        self._codec = plan.codec
+        self._hierarchical = plan.hierarchical
+        self.plan = plan
         self._everyone = new_group([range(world)])
         self._across, self._node = self._everyone, None
         if inner > 1:
@@ -277,7 +287,9 @@ class Compressor:
 
     def _sum(self, flat: Tensor, residual: Tensor, costs: Costs) -> Tensor:
         """This rank's shard (1D fp32) of the sum of decoded gradients."""
-        nodes, inner, mine = self._nodes, self._inner, self._rank % self._inner
+        nodes = self._nodes
+        inner = self._inner
+        mine = self._rank % self._inner
         group, count = (self._across, nodes) if self._hierarchical else (self._everyone, self._world)
         parts, residuals = _rows(flat, count), _rows(residual, count) if residual.numel() else None
         if self._hierarchical and self._node is not None:

@@ -42,7 +42,9 @@ class PointToPoint:
     """
 
     def __init__(self, group: dist.ProcessGroup, world: dist.ProcessGroup, watch: CollectiveMonitor) -> None:
-        self._group, self._world, self._watch = group, world, watch
+        self._group = group
+        self._world = world
+        self._watch = watch
         self._waits = CollectiveWorker("transfers")
         self.closed = False
 
@@ -98,7 +100,10 @@ class PendingTransfer:
     def __init__(
         self, work: dist.Work, launch: CollectiveId, watch: CollectiveMonitor, waits: CollectiveWorker
     ) -> None:
-        self._work, self._launch, self._watch, self._waits = work, launch, watch, waits
+        self._work = work
+        self._launch = launch
+        self._watch = watch
+        self._waits = waits
         self._procedure: Procedure | None = None
 
     def wait(self) -> None:
@@ -146,11 +151,9 @@ def send_all(parts: Sequence[Tensor], peer: int, group: dist.ProcessGroup) -> No
 
 def link_seconds(group: dist.ProcessGroup) -> list[float]:
     """Seconds in which each rank of ``group`` sends ``MEASURED`` bytes to the next. Collective."""
-    members, me, peers = (
-        dist.get_world_size(group),
-        dist.get_rank(group),
-        dist.get_process_group_ranks(group),
-    )
+    members = dist.get_world_size(group)
+    me = dist.get_rank(group)
+    peers = dist.get_process_group_ranks(group)
     following, before = (me + 1) % members, (me - 1) % members
     received, times = torch.empty(_PROBE, dtype=torch.uint8), [0.0]
     sent = torch.zeros_like(received)

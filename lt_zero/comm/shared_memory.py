@@ -47,7 +47,10 @@ _SEGMENT = 1 << 30  # bytes of address space per mapping; pages are allocated wh
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _CHUNK = 1 << 17  # elements that are summed at a time, to stay in the cache
 # Barriers of several orders: where in a rank's file their entries are counted, after the posts.
-REDUCTIONS, FENCES, MAXIMA, READ = 16, 17, 18, 19
+REDUCTIONS = 16
+FENCES = 17
+MAXIMA = 18
+READ = 19
 _SHORTEST, _LONGEST = 2e-5, 1e-3  # seconds between two polls
 _YIELDS = 5e-5  # seconds in which a wait only lets others run between two polls
 _LATE = 0.05  # how much later than possible a wait may end, relative to its length

@@ -255,7 +255,9 @@ class WorkList:
         launch: CollectiveId | None = None,
     ) -> None:
         self.works: Sequence[Work] = works
-        self.watch, self._finish, self._launch = watch, finish, launch
+        self.watch = watch
+        self._finish = finish
+        self._launch = launch
 
     def wait(self) -> None:
         for work in self.works:

@@ -117,7 +117,9 @@ class RunningSpan(TimedSpan):
     __slots__ = ("_clock", "_depth", "_kind", "_name", "_range")
 
     def __init__(self, clock: PhaseClock | None, kind: str, name: str | None) -> None:
-        self._clock, self._kind, self._name = clock, kind, name
+        self._clock = clock
+        self._kind = kind
+        self._name = name
         self._depth = -1
         self._range: Any = None
 
@@ -134,7 +136,8 @@ class RunningSpan(TimedSpan):
             self._clock.leave(self._depth)
             self._clock = None
         if self._range is not None:
-            ended, self._range = self._range, None
+            ended = self._range
+            self._range = None
             ended.__exit__(None, None, None)
 
 
@@ -151,10 +154,12 @@ class UnitRanges:
     def enter(self, name: str) -> None:
         if name != self._name:
             self._open.close()
-            self._name, self._open = name, unit_range("backward", name)
+            self._name = name
+            self._open = unit_range("backward", name)
 
     def leave(self, name: str | None = None) -> None:
         """Close the range of ``name``, or with ``None`` any open range."""
         if self._name is not None and name in (None, self._name):
             self._open.close()
-            self._name, self._open = None, NOTHING
+            self._name = None
+            self._open = NOTHING

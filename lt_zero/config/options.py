@@ -39,8 +39,10 @@ _INTERVAL = 16  # steps between two exchanges at last; default of ZeroOneAdam's 
 
 def engine_options(config: Schema, dtypes: DtypePolicy) -> EngineOptions:
     """The options of an engine; ``dtypes``: from ``dtype_policy``."""
-    zero, leaf = config.zero_optimization, config.zero_optimization.leaf_module
-    states, params = zero.offload_optimizer, zero.param_offload
+    zero = config.zero_optimization
+    leaf = config.zero_optimization.leaf_module
+    states = zero.offload_optimizer
+    params = zero.param_offload
     return EngineOptions(
         dtypes=dtypes,
         stage=zero.stage,
@@ -106,12 +108,17 @@ def communication_options(config: Schema) -> CommunicationOptions:
 
 def exchange_options(config: Schema) -> ExchangeOptions:
     """The options of exchanges of gradients and gathers of weights. A configuration asks for one exchange at most."""
-    zero, block, optimizer = config.zero_optimization, config.gradient_compression, one_bit(config)
-    kind, codec = ExchangeKind.PLAIN, _codec_of(block)
+    zero = config.zero_optimization
+    block = config.gradient_compression
+    optimizer = one_bit(config)
+    kind = ExchangeKind.PLAIN
+    codec = _codec_of(block)
     if config.communication.slow_node_tolerance:
-        kind, codec = ExchangeKind.TOLERANT, None
+        kind = ExchangeKind.TOLERANT
+        codec = None
     elif zero.zero_quantized_gradients and zero.stage > 0:
-        kind, codec = ExchangeKind.QUANTIZED, None
+        kind = ExchangeKind.QUANTIZED
+        codec = None
     elif optimizer:
         kind = ExchangeKind.LOCAL_STEPS if optimizer == "zerooneadam" else ExchangeKind.MOMENTA
         codec = MOMENTA

@@ -20,7 +20,9 @@ from lt_zero.config.blocks import (
 )
 from lt_zero.config.document import leaves
 
-ZERO, ACTIVATIONS, SPARSE = "zero_optimization", "activation_checkpointing", "sparse_attention"
+ZERO = "zero_optimization"
+ACTIVATIONS = "activation_checkpointing"
+SPARSE = "sparse_attention"
 LONG = "long_sequences"
 _CAUSAL = "unidirectional"
 _WHOLE = ("muon", "adafactor")  # configurable optimizers that need whole matrices
@@ -103,7 +105,9 @@ def _sharding(config: Schema) -> Iterator[Problem]:
 
 
 def _compression(config: Schema) -> Iterator[Problem]:
-    block, zero, key = config.gradient_compression, config.zero_optimization, "gradient_compression.algorithm"
+    block = config.gradient_compression
+    zero = config.zero_optimization
+    key = "gradient_compression.algorithm"
     groups = f"{ZERO}.{zero.replicas_by}={getattr(zero, zero.replicas_by)}" if zero.replicas_by else ""
     if block.algorithm != "none" and zero.stage > 0 and groups:
         yield Problem(
@@ -221,7 +225,9 @@ def _parallel(config: Schema) -> Iterator[Problem]:
 
 
 def _sequence_parallel(config: Schema) -> Iterator[Problem]:
-    key, size, block = "sequence_parallel_size", config.sequence_parallel_size, config.sequence_parallel
+    key = "sequence_parallel_size"
+    size = config.sequence_parallel_size
+    block = config.sequence_parallel
     if size == 1:
         return
     if config.sparse_attention is not None:
@@ -233,7 +239,9 @@ def _sequence_parallel(config: Schema) -> Iterator[Problem]:
 
 
 def _precision(config: Schema) -> Iterator[Problem]:
-    fp16, bf16, autocast = config.fp16, config.bf16, config.torch_autocast
+    fp16 = config.fp16
+    bf16 = config.bf16
+    autocast = config.torch_autocast
     if fp16.enabled is True and bf16.enabled is True:
         yield Problem("fp16.enabled", "fp16.enabled and bf16.enabled are both true. Switch one of them off.")
     if fp16.enabled is True and fp16.loss_scale == 0 and fp16.min_loss_scale == 0:
@@ -313,7 +321,9 @@ def _sparse_attention(config: Schema) -> Iterator[Problem]:
 
 
 def _fixed_attention(block: SparseAttention) -> Iterator[Problem]:
-    window, share, patterns = block.num_local_blocks, block.num_global_blocks, block.num_different_global_patterns
+    window = block.num_local_blocks
+    share = block.num_global_blocks
+    patterns = block.num_different_global_patterns
     local, key = f"{SPARSE}.num_local_blocks={window}", f"{SPARSE}.num_different_global_patterns"
     if share == 0:
         text = f"{SPARSE}.num_global_blocks=0, but with {SPARSE}.mode='fixed' each window has global blocks"

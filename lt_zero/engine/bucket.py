@@ -728,9 +728,11 @@ class InplaceEdits:
 
     def note(self, released: bool = False) -> None:
         """Record the current values as unedited; ``released``: they were, and views of them may have been edited."""
-        self._paused, self._sums = False, None
+        self._paused = False
+        self._sums = None
         if not self._edits_master:
-            before, self._versions = self._versions, versions_of(self._bucket.params)
+            before = self._versions
+            self._versions = versions_of(self._bucket.params)
             if released and before != self._versions and self._weights.has_master:
                 edited = zip(self._bucket.layout.spans, self._versions, before, strict=True)
                 self.lost += [span.name for span, version, old in edited if version != old]
@@ -782,7 +784,8 @@ class InplaceEdits:
             pairs: gets what the caller gives to ``ops.take_edits`` next, to keep edits of this bucket.
             searched: ``end_forward`` has found no edit of the sharded parameters just before.
         """
-        bucket, weights = self._bucket, self._weights
+        bucket = self._bucket
+        weights = self._weights
         if not bucket.resident or self._paused:
             return
         if released:
@@ -939,7 +942,8 @@ class InplaceEdits:
 
     @torch.no_grad()
     def _put_back(self, assigned: list[int]) -> list[str]:
-        found, bucket = [], self._bucket
+        found = []
+        bucket = self._bucket
         for index in assigned:
             parameter = bucket.params[index]
             view = bucket.param_views[index]

@@ -125,7 +125,9 @@ class MasterWeights:
         if self.master is not None:
             return
         self.refuse_codes(name)
-        frozen, self.frozen, self.plan = self.frozen, None, replace(self.plan, trains=True)
+        frozen = self.frozen
+        self.frozen = None
+        self.plan = replace(self.plan, trains=True)
         if self.copy is not NO_COPY:
             self.copy.discard()
             self.copy = NO_COPY

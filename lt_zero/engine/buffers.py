@@ -81,7 +81,9 @@ class BufferSync(ProcessLocal):
     """The buffers of ``root``, which ``peers`` have; ``enabled``: whether they are sent before training forwards."""
 
     def __init__(self, root: nn.Module, peers: Ranks, enabled: bool) -> None:
-        self._root, self._peers, self.enabled = root, peers, enabled and peers.size > 1
+        self._root = root
+        self._peers = peers
+        self.enabled = enabled and peers.size > 1
         self._tables = [module._buffers for module in root.modules()]
         self._buffers = self._find()
         # Some rank's buffers have other names, shapes or dtypes than those that the ranks have agreed upon.
@@ -235,7 +237,9 @@ class BufferSync(ProcessLocal):
             RuntimeError: on all ranks, if they have different ones.
         """
         known = {(buffer.module, buffer.key): buffer for buffer in self._buffers}
-        self._tables, self._buffers, self._relayout = [module._buffers for module in self._root.modules()], [], False
+        self._tables = [module._buffers for module in self._root.modules()]
+        self._buffers = []
+        self._relayout = False
         for found in self._find():
             before = known.get((found.module, found.key), found)
             found.form = _form(found.now)

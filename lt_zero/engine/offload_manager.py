@@ -182,7 +182,8 @@ def open_offload(world: World, buckets: Sequence[Bucket], options: EngineOptions
     Raises:
         SwapError: a path cannot be used.
     """
-    optim, params = options.offload_states, options.offload_params
+    optim = options.offload_states
+    params = options.offload_params
     apart = is_apart(device)
     for name, block in (("offload_optimizer", optim), ("offload_param", params)):
         if block.device == "cpu" and not apart:

@@ -184,7 +184,9 @@ def plan_engine(
         ValueError: a pattern, or a class or module name, of the configuration matches nothing; a spec names nothing.
         TypeError: a lazy parameter has no shape yet.
     """
-    dtypes, leaf, sizes = options.dtypes, options.leaf_modules, sizes or {}
+    dtypes = options.dtypes
+    leaf = options.leaf_modules
+    sizes = sizes or {}
     fp32_modules = fp32_modules_of(root, dtypes)
     rules = UnitRules(
         min_numel=options.param_persistence_threshold,
@@ -195,7 +197,8 @@ def plan_engine(
         sizes=sizes,
     )
     _check_names(root, options)
-    units, whole = find_units(root, rules), stay_whole(root, options, sizes) | set(wide)
+    units = find_units(root, rules)
+    whole = stay_whole(root, options, sizes) | set(wide)
     named = [(unit.name or "the root module", [(n, p) for n, p in unit.parameters if p not in whole]) for unit in units]
     small = [(n, p) for unit in units for n, p in unit.parameters if p in whole]  # mostly
     dense = options.sent_dense(root) if options.sent_dense is not None else None
@@ -295,7 +298,8 @@ def stay_whole(root: nn.Module, options: EngineOptions, sizes: Mapping[Parameter
         return {p for module in root.modules() if class_matches(module, classes) for p in module.parameters()}
 
     whole: set[Parameter] = set()
-    total, limit = 0, options.model_persistence_threshold if options.stage == 3 else None
+    total = 0
+    limit = options.model_persistence_threshold if options.stage == 3 else None
     # Parameters that are sharded already have guards, which would intercept the access.
     with without_torch_function():
         numels = [(sizes.get(p, p.data.numel()), p) for p in root.parameters()]
@@ -320,7 +324,8 @@ def keep_wide_moments(root: nn.Module, sizes: Mapping[Parameter, int], form: Mom
 
 def _check_names(root: nn.Module, options: EngineOptions) -> None:
     """Refuse class and module names that match nothing: typing errors that would have no effect."""
-    key, leaf = "zero_optimization.leaf_module", options.leaf_modules
+    key = "zero_optimization.leaf_module"
+    leaf = options.leaf_modules
     classes = {
         "zero_optimization.zero_allowed_param_types": options.allowed_param_types,
         "zero_optimization.zero_force_param_types": options.force_param_types,

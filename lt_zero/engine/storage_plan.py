@@ -25,7 +25,9 @@ from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts
 from lt_zero.engine.weight_rounding import NEAREST, WeightRounding
 from lt_zero.ops.dispatch import MASTERS
 
-DEVICE, HOST, NVME = "device", "host", "nvme"
+DEVICE = "device"
+HOST = "host"
+NVME = "nvme"
 
 
 class EncodedReduction(Protocol):
@@ -232,14 +234,17 @@ def plan_storage(
         training: there are gradients.
         rounding: of the weights of a step.
     """
-    dtypes, buckets = options.dtypes, plan.buckets
+    dtypes = options.dtypes
+    buckets = plan.buckets
     layouts = [bucket.layout_in(everyone.mesh.shards, everyone.size) for bucket in buckets]
     counted = [bucket.counted(layout) for bucket, layout in zip(buckets, layouts, strict=True)]
     # Decide by ``counted``: it is the same on all ranks, so they offload the same buckets.
     offloaded = choose_offloaded(counted, buckets, options)
     found = {}
     for bucket, layout, count, moved in zip(buckets, layouts, counted, offloaded, strict=True):
-        group, dtype, sharding = bucket.group or everyone, bucket.dtype, bucket.sharding
+        group = bucket.group or everyone
+        dtype = bucket.dtype
+        sharding = bucket.sharding
         states, weights = _places(options, sharding, moved, apart)
         wire = dtypes.wire_of(dtype)
         found[bucket] = StoragePlan(
@@ -272,7 +277,8 @@ def _places(options: EngineOptions, sharding: Sharding, moved: tuple[bool, bool]
 
     ``apart``: the device has memory of its own.
     """
-    optim, param = options.offload_states.device, options.offload_params.device
+    optim = options.offload_states.device
+    param = options.offload_params.device
     states = weights = DEVICE
     if moved[0] and (optim == "nvme" or apart):
         states = NVME if optim == "nvme" else HOST
@@ -303,10 +309,13 @@ def choose_offloaded(
     ``offload_optimizer.ratio`` and ``offload_param.max_in_cpu`` (for nvme only) limit what is offloaded. A bucket that
     ranks with other models have, too, is offloaded on all of them or on none: with all others only.
     """
-    optim, params = options.offload_states, options.offload_params
+    optim = options.offload_states
+    params = options.offload_params
     room = optim.ratio * sum(numels) if optim.device != "none" else -1.0
     stays = params.max_in_cpu if params.device == "nvme" else 0
-    found, moved, kept = [], 0, 0
+    found = []
+    moved = 0
+    kept = 0
     for numel, bucket in zip(numels, buckets, strict=True):
         moves = moved + numel <= room and (optim.ratio == 1 or not bucket.is_wide)
         moved += numel if moves else 0

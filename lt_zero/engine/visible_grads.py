@@ -450,7 +450,8 @@ class UnusedParameters:
             self._reducer.reduce_again(late)
             flags["late"].zero_()
             self.late = set()
-        used, flagged = set[Place](), iter(flags["used"].tolist())
+        used = set[Place]()
+        flagged = iter(flags["used"].tolist())
         for bucket in self._buckets:
             valid, mine = bucket.grads.valid, islice(flagged, len(bucket.params))
             used |= {(bucket, index) for index, flag in enumerate(mine) if flag and index in valid}

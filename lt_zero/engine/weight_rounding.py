@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.common.boxes import ParamSpec
-from lt_zero.ops.places import Place, SteppedFragment
+from lt_zero.ops.places import ElementPlace, SteppedFragment
 
 
 class RandomBits(Protocol):
@@ -31,7 +31,7 @@ class RandomBits(Protocol):
     def adopt(self, number: int, state: dict[str, Any]) -> None:
         """Take the seed of one fragment from its state, which gets one if it has none."""
 
-    def places(self, first: int, last: int, steps: Sequence[float]) -> list[Place]:
+    def places(self, first: int, last: int, steps: Sequence[float]) -> list[ElementPlace]:
         """The places of the fragments from ``first`` to ``last``, with the number of each one's step."""
 
 

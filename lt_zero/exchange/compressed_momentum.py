@@ -210,7 +210,9 @@ class MomentumFeedback(ErrorFeedback):
                 f"The gradients of {self._name!r} were not cleared after they became the averaged momentum of a 1-bit "
                 "optimizer. Call optimizer.zero_grad() before each step's first backward."
             )
-        states, last, group = self._exchange.states, self._last(), self._group
+        states = self._exchange.states
+        last = self._last()
+        group = self._group
         assert states is not None
         mine, after = send.to(torch.float32, copy=True), group.factors(torch.float32)[1]
         # Gradients in 16 bits may carry other factors than the fp32 sum below.
@@ -251,7 +253,9 @@ class _Averaged:
     """An exchange, with what it sends; ``take`` is called once, when the result is there."""
 
     def __init__(self, work: Work, sent: Tensor, take: Callable[[], None]) -> None:
-        self._work, self._sent, self._take = work, sent, take
+        self._work = work
+        self._sent = sent
+        self._take = take
 
     def wait(self) -> None:
         self._work.wait()
@@ -268,7 +272,9 @@ class OptimizerMomenta:
     """
 
     def __init__(self, peers: ShardGroup, fragments: OptimizerFragments, optimizer: OneBitOptimizer) -> None:
-        self._peers, self._fragments, self._optimizer = peers, fragments, optimizer
+        self._peers = peers
+        self._fragments = fragments
+        self._optimizer = optimizer
         self._factors: dict[Bucket, dict[int, float]] | None = None  # of the exchange, by index of the parameter
 
     @property

@@ -156,7 +156,8 @@ def plan_codecs(
         resting: ``EngineOptions.resting``.
         training: trainable weights have master weights.
     """
-    asked, sharding = exchange.asked, bucket.sharding
+    asked = exchange.asked
+    sharding = bucket.sharding
     reductions = exchange.compression(bucket, group)
     trains = training and bucket.trains
     if resting is not None and sharding.params and bucket.dtype in _CODED and not trains:

@@ -35,7 +35,9 @@ class CodedStore(Store):
 
     def __init__(self, codes: Store, numel: int, dtype: torch.dtype, codec: Codec, device: torch.device) -> None:
         super().__init__(dtype, lambda: flat_empty(numel, dtype, device))
-        self.codes, self._codec, self._device = codes, codec, device
+        self.codes = codes
+        self._codec = codec
+        self._device = device
         self._coded_nbytes, self.streamed = codec.nbytes(numel), codes.streamed
 
     @property

@@ -76,7 +76,8 @@ class ZeroPlusPlusGather(GatherStrategy):
     """
 
     def __init__(self, codecs: Codecs, group: ShardGroup) -> None:
-        self._codecs, self._secondary = codecs, group.secondary_shards
+        self._codecs = codecs
+        self._secondary = group.secondary_shards
         self._in_node = in_node(group, self._secondary) if self._secondary > 1 else None
         self._kept: Tensor | None = None  # 1D: this rank's part of the second copy
         self._valid = self._keeps = False  # the copy is of the current weights; it is made when the gather is finished

@@ -120,7 +120,9 @@ class Sink:
             filling[fill : rounded(fill)].zero_()
             # On an error the buffer stays, for ``abandon``.
             self._put(filling, fill)
-            self._filling, self._fill, self._number = None, 0, self._number + 1
+            self._filling = None
+            self._fill = 0
+            self._number = self._number + 1
 
     def _take(self) -> Tensor:
         """A buffer of ``STEP`` bytes."""
@@ -408,7 +410,9 @@ class BlockReader:
             self._pool.close()
         for fd in self._fds.values():
             os.close(fd)
-        self._fds, self._pool, self._last = {}, None, {}
+        self._fds = {}
+        self._pool = None
+        self._last = {}
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):

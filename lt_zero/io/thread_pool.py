@@ -173,7 +173,9 @@ class IoPool:
                 raise ValueError(f"{name}={value}: must be at least {least}.")
         if block_size < BLOCK or block_size % BLOCK:
             raise ValueError(f"block_size={block_size}: must be a multiple of {BLOCK}, such as {4 << 20}.")
-        self.threads, self.block_size, self.queue_depth = threads, block_size, queue_depth
+        self.threads = threads
+        self.block_size = block_size
+        self.queue_depth = queue_depth
         self.checksum, self.retries = checksum, retries
         self._pid = os.getpid()
         self._closed = False

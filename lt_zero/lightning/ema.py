@@ -43,7 +43,9 @@ class EMA(pl.Callback):
                 raise ValueError(
                     f"EMA({name}={value!r}) is out of range: decays are in [0, 1], intervals begin with 1."
                 )
-        self.decay, self.every_n_steps, self.start_step = decay, every_n_steps, start_step
+        self.decay = decay
+        self.every_n_steps = every_n_steps
+        self.start_step = start_step
         self._average: WeightAverage | None = None
         self._last = 0  # the last step
         self._restored: int | None = None  # that of the checkpoint

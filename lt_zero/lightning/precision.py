@@ -240,7 +240,9 @@ class ZeroPrecision(HalfPrecision):
         takes_closure = any(p.name == "closure" or p.kind is p.VAR_KEYWORD for p in parameters)
         if takes_closure:
             kwargs = {**kwargs, "closure": ran}
-        controller, known, output = self.loss_scale_controller, model.trainer.strategy.optimizers, ran.result
+        controller = self.loss_scale_controller
+        known = model.trainer.strategy.optimizers
+        output = ran.result
         with phase("step"):
             if model.trainer.gradient_clip_algorithm != "value":
                 sharded.grads.expect_clipping(float(model.trainer.gradient_clip_val or 0.0))

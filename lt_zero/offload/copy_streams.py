@@ -137,7 +137,9 @@ class _OnStream:
 
 class _Late:
     def __init__(self, stream: CopyStream, target: Tensor, source: Tensor) -> None:
-        self._copy_stream, self._tensors, self.done = stream, [target, source], False
+        self._copy_stream = stream
+        self._tensors = [target, source]
+        self.done = False
 
     def carry_out(self) -> None:
         with torch.no_grad():

@@ -77,7 +77,9 @@ class NvmeStore(StreamedStore):
     ) -> None:
         super().__init__(numel, dtype, link)
         self._report, self._scratch = report, scratch
-        self._file, self._record, self._buffers = file, record, buffers
+        self._file = file
+        self._record = record
+        self._buffers = buffers
         self._transfer: Transfer | None = None
         self._buffer: Tensor | None = None
         self._allocate().zero_()
@@ -217,7 +219,9 @@ class NvmeFiles:
         self.folder = SwapFolder(path, rank)
         self.pool = files.pool()
         self._numels, self.room, self.where = list(numels), room, str(self.folder.path.parent)
-        self._moments, self._trains, self._codec = list(moments), list(trains or [True] * len(numels)), codec
+        self._moments = list(moments)
+        self._trains = list(trains or [True] * len(numels))
+        self._codec = codec
         self._files: dict[str, SwapFile | Nowhere] = {}
         self.problem: SwapError | None = None
         self._buffers = BufferPool(spare=room + 1, make=partial(host_buffer, pin=True)) if pin else BufferPool()

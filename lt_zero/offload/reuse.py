@@ -45,8 +45,12 @@ class Loan:
     def __init__(
         self, tensor: Tensor, back: Callable[[Loan], None], returned: deque[Loan], ready: CopyEvent = DONE
     ) -> None:
-        self.tensor, self.ready, self.after = tensor, ready, DONE
-        self._back, self._returned, self._users = back, returned, 1
+        self.tensor = tensor
+        self.ready = ready
+        self.after = DONE
+        self._back = back
+        self._returned = returned
+        self._users = 1
 
     def give_back(self, after: CopyEvent = DONE) -> None:
         """Release one use, of the holder or of a lent tensor; ``after``: a copy that still uses the memory."""
@@ -85,7 +89,9 @@ class LoanPool:
     """
 
     def __init__(self, make: Callable[[int], Tensor]) -> None:
-        self.made, self.nbytes, self._make = 0, 0, make
+        self.made = 0
+        self.nbytes = 0
+        self._make = make
         self._free: list[Loan] = []
         self._returned: deque[Loan] = deque()
 
@@ -123,7 +129,11 @@ class Arena:
     """
 
     def __init__(self, make: Callable[[int], Tensor], count: int, grows: bool, spare: int = 0) -> None:
-        self.made, self.make, self.count, self.grows, self.spare = 0, make, count, grows, spare
+        self.made = 0
+        self.make = make
+        self.count = count
+        self.grows = grows
+        self.spare = spare
         self.returned: deque[Loan] = deque()
         self.warned = False
         self._blocks: list[_Slots] = []
@@ -145,8 +155,13 @@ class _Slots:
     """The block of one slot size, and the tensors of that size that got ordinary memory."""
 
     def __init__(self, arena: Arena, size: int, count: int) -> None:
-        self._arena, self.size, self.count, self.separate = arena, size, count, 0
-        self._larger, self._used, self._most = size, 0, 0
+        self._arena = arena
+        self.size = size
+        self.count = count
+        self.separate = 0
+        self._larger = size
+        self._used = 0
+        self._most = 0
         self._memory = torch.empty(0)
         self._free: list[Loan] = []
         self._renew()

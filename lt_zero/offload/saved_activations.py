@@ -66,7 +66,10 @@ class Storage:
     """
 
     def __init__(self, memory: Memory, device: torch.device, apart: bool, files: ActivationFiles | None = None) -> None:
-        self.memory, self.device, self.apart, self.files = memory, device, apart, files
+        self.memory = memory
+        self.device = device
+        self.apart = apart
+        self.files = files
         self.problem: SwapError | None = None
         self.buffers = 0
         # Copies within the device's memory are in line with compute: on another stream they would only keep their
@@ -146,7 +149,9 @@ class StoredActivation:
     """
 
     def __init__(self, storage: Storage, source: Tensor, record: ActivationRecord | None) -> None:
-        self._storage, self._record, self.nbytes = storage, record, source.numel()
+        self._storage = storage
+        self._record = record
+        self.nbytes = source.numel()
         self._size = record.size if record is not None else self.nbytes  # direct I/O moves whole blocks
         self._loan: Loan | None = None
         loan = self._take()
@@ -310,7 +315,9 @@ class FollowingTransfer:
     """
 
     def __init__(self, pool: IoPool, device: torch.device, copy: CopyEvent, begin: Callable[[], Transfer]) -> None:
-        self._device, self._copy, self._begin = device, copy, begin
+        self._device = device
+        self._copy = copy
+        self._begin = begin
         self._transfer: Transfer | None = None
         self._gate = None if copy is DONE else pool.submit(1, self._follow)
         if self._gate is None:
@@ -339,7 +346,9 @@ class _Group:
     """The records of one file, all of one size."""
 
     def __init__(self, file: SwapFile, count: int) -> None:
-        self.file, self.count, self.size = file, count, file.size_of(0)
+        self.file = file
+        self.count = count
+        self.size = file.size_of(0)
         self.free = [ActivationRecord(self, index) for index in reversed(range(count))]
         self.used = 0  # last pass that used this file
 

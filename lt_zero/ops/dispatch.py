@@ -234,7 +234,9 @@ _TYPES = {"float": "float", "bool": "bool", "Tensor": "Tensor", "Tensor | None":
 
 def _schema(reference: Callable[..., Any], written: Collection[str]) -> str:
     """The signature of a reference as ``torch.library`` writes it."""
-    signature, arguments, letters = inspect.signature(reference), [], iter("abcdef")
+    signature = inspect.signature(reference)
+    arguments = []
+    letters = iter("abcdef")
     for key, parameter in signature.parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in arguments:
             arguments.append("*")
@@ -335,7 +337,8 @@ def step_tensors(
 def _check_places(places: Tensor | None, params: Sequence[Tensor]) -> None:
     if places is None:
         return
-    columns, device = len(STRUCTS["lt_place"]._fields_), params[0].device
+    columns = len(STRUCTS["lt_place"]._fields_)
+    device = params[0].device
     fits = places.dtype == torch.int64 and places.is_contiguous() and places.device == device
     if not fits or places.dim() != 2 or places.shape[1] != columns or len(places) == 0:
         raise ValueError(

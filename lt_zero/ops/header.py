@@ -147,4 +147,6 @@ def _argument(declared: Declarations, base: str, stars: int) -> Any:
 
 
 _DECLARED = parse(HEADER.read_text(encoding="utf-8"), str(HEADER))
-CONSTANTS, STRUCTS, FUNCTIONS = _DECLARED.constants, _DECLARED.structs, _DECLARED.functions
+CONSTANTS = _DECLARED.constants
+STRUCTS = _DECLARED.structs
+FUNCTIONS = _DECLARED.functions

@@ -28,7 +28,7 @@ class SteppedFragment(NamedTuple):
     numel: int
 
 
-class Place(NamedTuple):
+class ElementPlace(NamedTuple):
     """Position of consecutive elements of a tensor in their parameter, with the ingredients of their random bits.
 
     Attributes:
@@ -50,7 +50,7 @@ class Place(NamedTuple):
     step: int
 
 
-def place_table(places: Iterable[Place], device: torch.device) -> Tensor:
+def place_table(places: Iterable[ElementPlace], device: torch.device) -> Tensor:
     """The places of all elements of a list of tensors, in order, as steps take them (2D int64, a row for each).
 
     Nothing waits for ``device``.

@@ -33,7 +33,7 @@ from lt_zero.common import accelerator
 from lt_zero.common.boxes import Box, ParamSpec, cut_range, flat_index
 from lt_zero.ops.dispatch import CHUNK, GPU_CHUNK, address, call, native
 from lt_zero.ops.header import STRUCTS
-from lt_zero.ops.places import Place, SteppedFragment
+from lt_zero.ops.places import ElementPlace, SteppedFragment
 
 GROUP, NUMBERS = 128, 16  # elements of a group, and Philox's numbers for them
 _ROUNDS = 7
@@ -175,12 +175,14 @@ def round_by_places(values: Tensor, out: Tensor, places: Tensor, tensor: int, lo
         lo: number of the first element in it.
     """
     hi = lo + values.numel()
-    rows = [Place(*row) for row in places.tolist() if row[0] == tensor]
+    rows = [ElementPlace(*row) for row in places.tolist() if row[0] == tensor]
     for place, end in zip(rows, [*(place.begin for place in rows[1:]), hi], strict=True):
-        first, last = max(lo, place.begin), min(hi, end)
+        first = max(lo, place.begin)
+        last = min(hi, end)
         at = torch.arange(first - place.begin, max(first, last) - place.begin, device=values.device)
         index = place.first + at // place.row * place.stride + at % place.row
-        number, half = index // GROUP * NUMBERS + index % NUMBERS, index % GROUP // NUMBERS
+        number = index // GROUP * NUMBERS + index % NUMBERS
+        half = index % GROUP // NUMBERS
         of_step = [torch.full_like(index, word) for word in (place.step & _WORD, place.step >> 32)]
         words = philox((number & _WORD, number >> 32, of_step[0], of_step[1]), (place.seed & _WORD, place.seed >> 32))
         word = torch.stack(words).gather(0, (half // 2).unsqueeze(0))[0]
@@ -204,7 +206,7 @@ def round_stochastic(values: Tensor, out: Tensor, rows: ElementRows, *, seed: in
         return
     _check(values, out, rows, step)
     counter = step.detach().float() if isinstance(step, Tensor) else None
-    place = Place(0, 0, rows.first, rows.row, rows.stride, seed, 0 if isinstance(step, Tensor) else step)
+    place = ElementPlace(0, 0, rows.first, rows.row, rows.stride, seed, 0 if isinstance(step, Tensor) else step)
     given = STRUCTS["lt_rounding"](
         numel=rows.numel,
         place=STRUCTS["lt_place"](*place),
@@ -258,11 +260,11 @@ class RoundStochastic:
             round_stochastic(flat[part], out[part], rows, seed=seed, step=step)
             done += rows.numel
 
-    def bits(self, master: torch.dtype, fragments: Iterable[SteppedFragment]) -> RandomBits | None:
-        return RandomBits(fragments, self.seed) if master == torch.bfloat16 else None
+    def bits(self, master: torch.dtype, fragments: Iterable[SteppedFragment]) -> PhiloxBits | None:
+        return PhiloxBits(fragments, self.seed) if master == torch.bfloat16 else None
 
 
-class RandomBits:
+class PhiloxBits:
     """The random bits of fragments that one kernel steps: Note [Random bits of an element].
 
     Args:
@@ -296,13 +298,13 @@ class RandomBits:
         """Take the seed of one fragment from its state, which gets one if it has none."""
         self._seeds[number] = state.setdefault(SEED, self._seed)
 
-    def places(self, first: int, last: int, steps: Sequence[float]) -> list[Place]:
+    def places(self, first: int, last: int, steps: Sequence[float]) -> list[ElementPlace]:
         """The places of the fragments from ``first`` to ``last``, with the number of each one's step."""
         found = []
         for number in range(first, last + 1):
             seed = seed_of(self._seeds[number], self._names[number])
             found += [
-                Place(0, begin, rows.first, rows.row, rows.stride, seed, int(steps[number]))
+                ElementPlace(0, begin, rows.first, rows.row, rows.stride, seed, int(steps[number]))
                 for begin, rows in self._rows[number]
             ]
         return found

@@ -130,7 +130,10 @@ def adam_step_reference(
     # changes the last bit.
     step_size, correction2 = lr / (1.0 - beta1**step), (1.0 - beta2**step) ** 0.5
     for weights, grad, exp_avg, exp_avg_sq in _weight_chunks(params, outs, places, grads, exp_avgs, exp_avg_sqs):
-        p, g, m, v = weights.values, gradient(grad, factor, maximize), exp_avg.float(), exp_avg_sq.float()
+        p = weights.values
+        g = gradient(grad, factor, maximize)
+        m = exp_avg.float()
+        v = exp_avg_sq.float()
         if weight_decay != 0.0 and decoupled:
             p.mul_(1.0 - lr * weight_decay)
         elif weight_decay != 0.0:
@@ -176,7 +179,9 @@ def lion_step_reference(
         return
     factor = factor_of(scale, clip)
     for weights, grad, exp_avg in _weight_chunks(params, outs, places, grads, exp_avgs):
-        p, g, m = weights.values, gradient(grad, factor, maximize), exp_avg.float()
+        p = weights.values
+        g = gradient(grad, factor, maximize)
+        m = exp_avg.float()
         if weight_decay != 0.0:
             p.mul_(1.0 - lr * weight_decay)
         # Step before the momentum changes: the direction mixes the old one with this gradient.
@@ -216,7 +221,9 @@ def adagrad_step_reference(
         return
     factor = factor_of(scale, clip)
     for weights, grad, state_sum in _weight_chunks(params, outs, places, grads, state_sums):
-        p, g, total = weights.values, gradient(grad, factor, maximize), state_sum.float()
+        p = weights.values
+        g = gradient(grad, factor, maximize)
+        total = state_sum.float()
         if weight_decay != 0.0:
             g = g.add(p, alpha=weight_decay)
         total.addcmul_(g, g)
@@ -258,7 +265,8 @@ def sgd_step_reference(
         return
     factor = factor_of(scale, clip)
     for weights, grad, momentum_buffer in _weight_chunks(params, outs, places, grads, momentum_buffers):
-        p, g = weights.values, gradient(grad, factor, maximize)
+        p = weights.values
+        g = gradient(grad, factor, maximize)
         if weight_decay != 0.0:
             g = g.add(p, alpha=weight_decay)
         if momentum != 0.0:
@@ -316,7 +324,9 @@ def lamb_update_reference(
     factor = factor_of(scale, clip)
     for row, *tensors in zip(norms, params, grads, exp_avgs, exp_avg_sqs, strict=True):
         for p, grad, exp_avg, exp_avg_sq in chunks(*([tensor] for tensor in tensors)):
-            g, m, v = gradient(grad, factor, maximize), exp_avg.float(), exp_avg_sq.float()
+            g = gradient(grad, factor, maximize)
+            m = exp_avg.float()
+            v = exp_avg_sq.float()
             m.lerp_(g, 1.0 - beta1)
             v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
             store(exp_avg, m)

@@ -152,7 +152,9 @@ class Lamb(NormedOptimizer):
             for moment in ("exp_avg", "exp_avg_sq"):
                 state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         state["step"] += 1
-        first, second, g = wide(state["exp_avg"]), wide(state["exp_avg_sq"]), wide(grad)
+        first = wide(state["exp_avg"])
+        second = wide(state["exp_avg_sq"])
+        g = wide(grad)
         first.lerp_(g, 1 - beta1)
         second.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         for moment, value in (("exp_avg", first), ("exp_avg_sq", second)):

@@ -112,7 +112,9 @@ class OneBitAdam(OneBitOptimizer):
     def _step(self, stepped: Sequence[tuple[Tensor, dict[str, Any]]], averaged: bool) -> None:
         frozen = self.frozen
         for parameter, group in stepped:
-            state, grad, (beta1, beta2) = self.state[parameter], parameter.grad, group["betas"]
+            state = self.state[parameter]
+            grad = parameter.grad
+            (beta1, beta2) = group["betas"]
             assert grad is not None
             if not state:
                 for moment in ("exp_avg", "exp_avg_sq"):
@@ -234,7 +236,9 @@ class OneBitLamb(OneBitOptimizer, Lamb):
 
     def _update_momentum(self, parameter: Tensor, group: dict[str, Any], averaged: bool) -> Tensor:
         """Update moments; returns squared norms of the update without and with decay, and the largest ratio (fp64)."""
-        state, (beta1, beta2), eps = self.state[parameter], group["betas"], group["eps"]
+        state = self.state[parameter]
+        (beta1, beta2) = group["betas"]
+        eps = group["eps"]
         # A parameter whose first gradient comes after the freeze: its second moment stays zero.
         if not state:
             for moment in ("exp_avg", "exp_avg_sq"):

@@ -142,7 +142,9 @@ class ZeroOneAdam(ExchangingOptimizer):
         return loss
 
     def _moments(self, parameter: Tensor, group: dict[str, Any], keeps_second: bool) -> tuple[Tensor, Tensor]:
-        grad, state, (beta1, beta2) = parameter.grad, self.state[parameter], group["betas"]
+        grad = parameter.grad
+        state = self.state[parameter]
+        (beta1, beta2) = group["betas"]
         assert grad is not None
         if grad.is_sparse:
             raise RuntimeError("ZeroOneAdam has no update for sparse gradients. Use sparse=False.")

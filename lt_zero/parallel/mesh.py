@@ -65,7 +65,10 @@ from lt_zero.parallel.replaced import Replaced
 from lt_zero.parallel.sequence.ranks import SequenceRanks
 from lt_zero.parallel.stacked_experts import take_over
 
-PIPELINE, DATA, SEQUENCE, TENSOR = "pipeline_parallel", "data_parallel", "sequence_parallel", "tensor_parallel"
+PIPELINE = "pipeline_parallel"
+DATA = "data_parallel"
+SEQUENCE = "sequence_parallel"
+TENSOR = "tensor_parallel"
 AXES = (PIPELINE, DATA, SEQUENCE, TENSOR)  # outermost first: tensor ranks are neighbours, on one node
 _UNEVEN = (
     "experts on several ranks get tokens of all of these in each forward. Run as many forwards on all ranks, some of "
@@ -217,7 +220,9 @@ class ParallelMesh:
     """
 
     def __init__(self, sizes: ParallelSizes, world: World, method: SequenceParallel | None = None) -> None:
-        self.sizes, self._world, self.replaced = sizes, world, Replaced()
+        self.sizes = sizes
+        self._world = world
+        self.replaced = Replaced()
         self.data_rank, self.tensor_rank = sizes.data_rank(world.rank), world.rank % sizes.tensor
         self.pipeline_rank, self.sequence_rank = world.rank // sizes.of_stage, sizes.sequence_rank(world.rank)
         mesh = torch.arange(world.size).view(sizes.pipeline, sizes.data, sizes.sequence, sizes.tensor)

@@ -145,7 +145,9 @@ class Ledger(DispatchMode):
         for tensor in iter_tensors(result):
             storage = tensor.untyped_storage()
             if storage not in self._numbers:
-                number, is_aside, nbytes = len(self._changes), tensor.device == _ASIDE, storage.nbytes()
+                number = len(self._changes)
+                is_aside = tensor.device == _ASIDE
+                nbytes = storage.nbytes()
                 self._numbers[storage] = number
                 self._changes.append((number, is_aside, nbytes))
                 weakref.finalize(storage, self._changes.append, (number, is_aside, -nbytes)).atexit = False

@@ -77,7 +77,9 @@ def measured(engine: Engine, optimizers: Iterable[ShardedOptimizer] = ()) -> dic
 
 def _of_bucket(bucket: Bucket) -> dict[str, int]:
     """Bytes of a bucket in memory, without its streamed stores."""
-    sharded, weights, grads = bucket.sharding.params, bucket.weights, bucket.grads
+    sharded = bucket.sharding.params
+    weights = bucket.weights
+    grads = bucket.grads
     held = {
         GATHERED if sharded else WEIGHTS: bucket.flat.nbytes if bucket.allocated else 0,
         GRADS: grads.nbytes if not grads.streamed else 0,

@@ -52,12 +52,21 @@ from lt_zero.planning.setup import Setup
 
 PLACES = (DEVICE, HOST, NVME)
 PHASES = ("build", "accumulation", "backward", "step", "swap", "checkpoint")
-WEIGHTS, MASTER, MOMENTS = "weights", "master weights", "moments"
+WEIGHTS = "weights"
+MASTER = "master weights"
+MOMENTS = "moments"
 REPLACED = "replaced master weights"
-GRADS, LOCAL, FRESH = "gradients", "local gradients", "autograd's gradients"
+GRADS = "gradients"
+LOCAL = "local gradients"
+FRESH = "autograd's gradients"
 RESIDUALS = "residuals"
-GATHERED, REDUCE, OFFLOAD = "gathered weights", "reduce buffers", "offload buffers"
-BUILD, STEP, COPY, FILE = "build buffers", "step copies", "checkpoint copy", "checkpoint file"
+GATHERED = "gathered weights"
+REDUCE = "reduce buffers"
+OFFLOAD = "offload buffers"
+BUILD = "build buffers"
+STEP = "step copies"
+COPY = "checkpoint copy"
+FILE = "checkpoint file"
 KINDS = (
     *(WEIGHTS, MASTER, REPLACED, GRADS, LOCAL, FRESH, MOMENTS, RESIDUALS, GATHERED, REDUCE, OFFLOAD, BUILD, STEP, COPY),
     FILE,
@@ -211,7 +220,10 @@ class _Sums:
     """The bytes of each purpose, summed over the buckets of a plan; ``forecast`` combines them into phases."""
 
     def __init__(self, plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup) -> None:
-        self.plan, self.config, self.zero, self.setup = plan, config, config.zero_optimization, setup
+        self.plan = plan
+        self.config = config
+        self.zero = config.zero_optimization
+        self.setup = setup
         self.options, self.exchange, self.table = planned(plan, config, policy, setup)
         self.rows, self.moment_numels = list(self.table.values()), _moment_numels(self.table)
         shards, size = setup.group.mesh.shards, setup.group.size
@@ -355,7 +367,9 @@ class _Sums:
 
     def _gathered(self, buckets: Iterable[BucketPlan], needs_weights: bool) -> Gathered:
         rows = [self.table[b] for b in buckets if b.sharding.params]
-        ahead, arrives, turns = Taken(), Taken(), 0
+        ahead = Taken()
+        arrives = Taken()
+        turns = 0
         for row in rows:
             codec, shards = row.codecs.sent(row.trains), row.group.mesh.shards
             codes = shards * codec.nbytes(row.numel // shards) if codec is not None else 0
@@ -451,7 +465,9 @@ class _Sums:
 
     def saving(self) -> list[Part]:
         """A save on every rank: its shards are copied or written, or one bucket is gathered from all ranks."""
-        rows, trained, setup = self.rows, self.trained, self.setup
+        rows = self.rows
+        trained = self.trained
+        setup = self.setup
         files = max((read_nbytes(row, setup) for row in self.stored), default=0)
         if not self.config.sharded_checkpoints:  # full_params.gather_own
             widest = [
@@ -570,7 +586,9 @@ def kinds_table(cast: Forecast, title: str, console: Console | None = None) -> T
 def forecast(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup) -> Forecast:
     """Sum up a plan. Allocates nothing; ranks differ only by ``Forecast.first``."""
     sums = _Sums(plan, config, policy, setup)
-    weights, buffers, transient = sums.weights(), sums.reduce_buffers(), [*sums.transient_bytes(), *sums.encoding()]
+    weights = sums.weights()
+    buffers = sums.reduce_buffers()
+    transient = [*sums.transient_bytes(), *sums.encoding()]
     states = [*weights, *sums.states(), *sums.residuals(), *sums.second_copies()]
     grads = [*states, *sums.gradients()]
     phases = {  # the same on all ranks, which compare them, also if only some stages of a pipeline have a window

@@ -211,7 +211,9 @@ def _plan(
 
 def sent(job: TrainingJob, sizes: ParallelSizes, has: Stage, stage: int, count: int) -> tuple[float, float]:
     """Bytes that a rank sends in a step: to its node, and to others. See Note [Time that is lost]."""
-    policy, data, tensor = job.policy, sizes.data, sizes.tensor
+    policy = job.policy
+    data = sizes.data
+    tensor = sizes.tensor
     dtype = policy.compute or torch.float32
     grads = (policy.wire_of(dtype) or policy.accumulate_of(dtype)).itemsize
     rounds = {1: (1, 1), 2: (count, 1), 3: (count, 2 * count)}[stage]  # of reductions, and of gathers

@@ -120,9 +120,14 @@ class Tuner:
         nvme: str | None = None,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._run, self._limit, self._trials, self._rounds = run, limit, trials, rounds
+        self._run = run
+        self._limit = limit
+        self._trials = trials
+        self._rounds = rounds
         self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
-        self._batches, self.nvme, self._tell = batches, nvme, tell
+        self._batches = batches
+        self.nvme = nvme
+        self._tell = tell
         self.measured: dict[Candidate, Measured] = {}
         self.pruned: dict[Candidate, str] = {}
         self._activations = 0  # bytes of a rank, of the script as it is
@@ -323,9 +328,10 @@ class Tuner:
         return self.decide(suggested)
 
     def with_rounding(self, chosen: Candidate) -> Iterator[Candidate]:
-        """Measure what may be faster than ``chosen``, as often, but changes results: nobody but the user decides it.
+        """Measure variants of ``chosen`` that round what ranks send, each as often as ``chosen``.
 
-        Yields those that are faster by more than noise. They need no more memory: what is sent is shorter.
+        They change results, so they are only suggested to the user. Yields those that are faster by more than noise.
+        They need no more memory, since messages are shorter.
         """
         for keys in self.facts.rounding:
             candidate = replace(chosen, rounding=keys)

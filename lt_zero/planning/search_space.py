@@ -70,7 +70,9 @@ class Candidate:
 
     def overrides(self, base: ZeroConfig, nvme: str | None = None) -> list[str]:
         """Overrides, in Hydra's grammar, that make ``base`` this candidate; ``nvme``: folder for offload to files."""
-        zero, stage, found = base.zero_optimization, self.setting.stage, dict[str, Any]()
+        zero = base.zero_optimization
+        stage = self.setting.stage
+        found = dict[str, Any]()
         if self.setting != configured(base):
             found[f"{_Z}.stage"] = stage
             for key, place in zip(_OFFLOADS, self.setting.places, strict=True):

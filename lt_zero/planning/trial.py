@@ -27,7 +27,9 @@ from lt_zero.planning.limits import peak_rss
 from lt_zero.planning.search_space import Facts, choices_of, layers_of, plans_of, unrepeated, written
 
 FOLDER = "LT_ZERO_TRIAL"  # in the environment: the folder of the trial
-ORDER, FACTS, REPORT = "order.json", "facts.json", "report.json"
+ORDER = "order.json"
+FACTS = "facts.json"
+REPORT = "report.json"
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,9 @@ class Trial:
         """
         if self._engine is not None:
             return
-        self._engine, device, order = engine, engine.device, self._order
+        self._engine = engine
+        device = engine.device
+        order = self._order
         if order.limit is not None and accelerator.is_accelerator(device):
             accelerator.limit_memory(device, order.limit)
         if order.plans and (engine.world.rank == 0 or not engine.everywhere):

@@ -41,7 +41,9 @@ class GradientNoise:
     """
 
     def __init__(self, session: Session, engine: Engine, micro_batches: int, weight: Callable[[], float]) -> None:
-        self._world, self._weight, self._micro_batches = engine.world, weight, micro_batches
+        self._world = engine.world
+        self._weight = weight
+        self._micro_batches = micro_batches
         self._parts = engine.world.size * micro_batches
         self._check(session, engine)
         engine.exchange.check_mean()

@@ -62,7 +62,9 @@ class WeightAverage(AveragedWeights):
         engine.exchange.check_common_weights("EMA")
         self._engine = engine
         self._buffers: dict[str, Tensor] = {}  # averages, or while they are in use the buffers themselves
-        self.updates, self.swapped, self.finished = 0, False, False
+        self.updates = 0
+        self.swapped = False
+        self.finished = False
         self._left: list[Tensor] = []  # digests of what ``finish`` left in the model
         for bucket in engine.buckets:
             bucket.weights.call_when_unfrozen(partial(self._unfreeze, bucket))

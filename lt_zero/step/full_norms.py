@@ -31,7 +31,10 @@ class FullNorms:
 
     def expect(self, members: Mapping[Bucket, Sequence[StepParam]]) -> None:
         """Prepare for a step of these buckets, the same ones in the same order on all ranks."""
-        self._rows, self._row_of, self._groups, self._repeats = {}, {}, [], set()
+        self._rows = {}
+        self._row_of = {}
+        self._groups = []
+        self._repeats = set()
         for bucket, mine in members.items():
             sharded = not bucket.is_whole
             for index, span in enumerate(bucket.layout.spans):

@@ -26,7 +26,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from lt_zero import ops
 from lt_zero.common.compat import step_hooks, without_grad
 from lt_zero.engine.bucket import Bucket
-from lt_zero.ops.places import Place, SteppedFragment, place_table
+from lt_zero.ops.places import ElementPlace, SteppedFragment, place_table
 from lt_zero.optim.spec import Kernel, Options, SecondPass, chosen, kernel_of
 from lt_zero.step.full_norms import FullNorms
 from lt_zero.step.param_groups import ShardedParamGroups, StepParam
@@ -112,7 +112,7 @@ class Part:
     hi: int
     index: int  # of the first parameter, in its bucket
     options: Options  # of the operation, when the step was planned
-    places: list[Place]  # where the elements are in their parameters; empty: they are not rounded at random
+    places: list[ElementPlace]  # where the elements are in their parameters; empty: they are not rounded at random
 
 
 class Run:
@@ -131,7 +131,9 @@ class Run:
     """
 
     def __init__(self, bucket: Bucket, members: list[StepParam], keys: tuple[str, ...], kernel: Kernel, initial: float):
-        self.bucket, self._kernel, self._initial = bucket, kernel, initial
+        self.bucket = bucket
+        self._kernel = kernel
+        self._initial = initial
         self.lo = members[0].piece.offset
         self.hi = members[-1].piece.offset + members[-1].piece.numel
         self._form, device = bucket.moments, members[0].fragment.device
@@ -235,7 +237,8 @@ class Run:
 
     def _part(self, members: list[StepParam], first: int, last: int, options: Options) -> Part:
         """The step of the members from ``first`` to ``last``."""
-        lo, end = members[first].piece.offset - self.lo, members[last].piece
+        lo = members[first].piece.offset - self.lo
+        end = members[last].piece
         places = self._random.places(first, last, self._rounded.tolist()) if self._random is not None else []
         return Part(self, lo, end.offset + end.numel - self.lo, members[first].piece.index, options, places)
 
@@ -270,9 +273,11 @@ class Rows:
     """
 
     def __init__(self, kernel: Kernel, factor: Tensor | None, options: Options) -> None:
-        self.kernel, self.options, self._factor = kernel, options, factor
+        self.kernel = kernel
+        self.options = options
+        self._factor = factor
         self.places: list[tuple[Bucket, int]] = []  # bucket of a row, and the index of its first parameter
-        self.positions: list[Place] = []
+        self.positions: list[ElementPlace] = []
         self.params: list[Tensor] = []
         self.grads: list[Tensor] = []
         self.states: list[list[Tensor]] = [[] for _ in kernel.keys]
@@ -280,7 +285,9 @@ class Rows:
 
     def add(self, part: Part, out: Tensor | None) -> None:
         """Add a part; ``out`` (1D, as this rank's shard) takes its compute copy."""
-        bucket, lo, hi = part.run.bucket, part.run.lo + part.lo, part.run.lo + part.hi
+        bucket = part.run.bucket
+        lo = part.run.lo + part.lo
+        hi = part.run.lo + part.hi
         states = [part.run.rows(state, part.lo, part.hi) for state in part.run.states]
         number = len(self.params)
         self.positions += [place._replace(tensor=number, begin=place.begin - part.lo) for place in part.places]
@@ -305,7 +312,8 @@ class Rows:
 
     def launch(self, found_inf: Tensor | None) -> None:
         """Run the kernel; it writes nothing if ``found_inf`` (0D fp32) is not zero."""
-        rows, options = (self.params, self.grads, *self.states, self.outs), {**self.options, "found_inf": found_inf}
+        rows = (self.params, self.grads, *self.states, self.outs)
+        options = {**self.options, "found_inf": found_inf}
         getattr(ops, self.kernel.operation)(*rows, **options, scale=self.factor, places=self.place_table)
 
 
@@ -321,7 +329,9 @@ class FusedStep:
     """
 
     def __init__(self, fragments: ShardedParamGroups, norms: FullNorms | None = None) -> None:
-        self._fragments, self._optimizer, self._norms = fragments, fragments.optimizer, norms
+        self._fragments = fragments
+        self._optimizer = fragments.optimizer
+        self._norms = norms
         kernel = _kernel_of(fragments.optimizer)
         assert kernel is not None
         self._kernel = kernel

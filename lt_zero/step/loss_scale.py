@@ -285,7 +285,10 @@ class LossScaleController:
     def _forget(self) -> None:
         if self._examined is not None:
             self._examined.found_inf = None
-        self.norm, self.skip, self._examined, self._some = None, False, None, False
+        self.norm = None
+        self.skip = False
+        self._examined = None
+        self._some = False
 
     def _skips_on_device(self, sharded: ShardedOptimizer) -> bool:
         wanted = self.on_device if self.on_device is not None else accelerator.is_accelerator(sharded.engine.device)
@@ -361,7 +364,9 @@ class LossScaleController:
             LossScaleError: overflow at the minimum scale, and ``on_min_scale`` is ``raise``.
             NonFiniteError: the step was skipped, and ``on_nonfinite`` is ``raise``.
         """
-        skip, some, found_inf = self.skip, self._some, sharded.found_inf
+        skip = self.skip
+        some = self._some
+        found_inf = sharded.found_inf
         self._forget()
         # The gradients are spent even if the step was skipped.
         sharded.engine.grad_views.spend()

@@ -73,7 +73,9 @@ class Overlap:
     """
 
     def __init__(self, fragments: ShardedParamGroups, fused: FusedStep | None, grads: ReducedGrads) -> None:
-        self._fragments, self._fused, self._grads = fragments, fused, grads
+        self._fragments = fragments
+        self._fused = fused
+        self._grads = grads
         self._engine = fragments.engine
         self._offload = fragments.engine.offload_manager
         self._early: dict[Bucket, int] = {}  # stepped beside the last backward -> ``GradAccumulator.changes`` then
@@ -203,7 +205,9 @@ class Overlap:
         return self.early
 
     def _end_early(self) -> set[Bucket]:
-        early, self._early, self._stepped_digests = set(self._early), {}, {}
+        early = set(self._early)
+        self._early = {}
+        self._stepped_digests = {}
         for bucket in early:
             bucket.end_early_step()
         return early

@@ -239,7 +239,9 @@ class StepOptions:
     """
 
     def __init__(self, fragments: ShardedParamGroups) -> None:
-        self._fragments, self._engine, self._optimizer = fragments, fragments.engine, fragments.optimizer
+        self._fragments = fragments
+        self._engine = fragments.engine
+        self._optimizer = fragments.optimizer
         self._members: list[list[int]] = []  # ids of the parameters, by group
         self._member_names: list[tuple[str, ...]] = []
         self._members_digest = b""

@@ -343,7 +343,8 @@ class ShardedOptimizer(ProcessLocal):
         self.fragments.drop({step.bucket for step in plan if step.path not in (StepPath.STAGED, StepPath.TORCH)})
         if (steps[StepPath.STAGED] or steps[StepPath.TORCH]) and not self._told:
             self._told = True
-            name, on = type(self.optimizer).__name__, self.engine.options.fused_step
+            name = type(self.optimizer).__name__
+            on = self.engine.options.fused_step
             why = self.fused.refusal() if self.fused is not None else "it has no kernel" if on else "by fused_step"
             log.info("%s is stepped by its own step, not by a kernel of lt_zero: %s", name, why)
         for step in steps[StepPath.STAGED]:
@@ -443,7 +444,9 @@ class ShardedOptimizer(ProcessLocal):
                 row = row_of(step.bucket, member)
                 if keep_assigned(member.fragment, row):
                     member.fragment.data = row
-        self._torch, self._closure, self._arguments = [], None, ((), {})
+        self._torch = []
+        self._closure = None
+        self._arguments = ((), {})
 
     # ---- step --------------------------------------------------------------------------------------------------
 

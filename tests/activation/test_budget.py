@@ -86,7 +86,9 @@ WIDTH = 32
 class Attending(nn.Module):
     def __init__(self, wide: int) -> None:
         super().__init__()
-        self.norm, self.qkv, self.drop = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Dropout(0.1)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.drop = nn.Dropout(0.1)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, wide * WIDTH), nn.GELU(), nn.Linear(wide * WIDTH, WIDTH))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:

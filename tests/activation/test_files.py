@@ -27,7 +27,9 @@ def _apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_files_are_used_again_and_removed(tmp_path: Path) -> None:
-    store, net, before = opened("files", tmp_path), blocks(12), set[int]()
+    store = opened("files", tmp_path)
+    net = blocks(12)
+    before = set[int]()
     for step in range(3):
         forward(net, rows(step), store).backward()
         store.end_backward()
@@ -135,7 +137,9 @@ def test_a_path_that_cannot_be_used(tmp_path: Path) -> None:
 
 def test_writes_go_on_beside_forward_and_reads_come_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_store, "_apart", False)
-    store, go, events = opened("files", tmp_path), threading.Event(), list[object]()
+    store = opened("files", tmp_path)
+    go = threading.Event()
+    events = list[object]()
     write, read = SwapFile._write_block, SwapFile.read
 
     def late(file: SwapFile, *args: object) -> None:
@@ -165,7 +169,9 @@ def test_writes_go_on_beside_forward_and_reads_come_ahead(tmp_path: Path, monkey
 
 
 def test_a_wait_for_a_write_that_was_interrupted_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, go, interrupted = opened("files", tmp_path), threading.Event(), list[object]()
+    store = opened("files", tmp_path)
+    go = threading.Event()
+    interrupted = list[object]()
     write, wait = SwapFile._write_block, Transfer.wait
 
     def late(file: SwapFile, *args: object) -> None:

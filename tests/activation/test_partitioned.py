@@ -107,7 +107,9 @@ OTHERS = {
 
 
 def _equals(place: str, folder: Path) -> None:
-    store, rank, net = opened(place, folder), dist.get_rank(), blocks()
+    store = opened(place, folder)
+    rank = dist.get_rank()
+    net = blocks()
     for name, other in OTHERS.items():
         x, mask = rows().requires_grad_(), other.make(rank)
         forward(net, x, None, mask).backward()
@@ -159,7 +161,9 @@ def test_each_rank_saves_its_share_of_the_bytes(pool: Pool, ranks: int) -> None:
 
 def _kept_alive() -> None:
     """Rank 0 keeps a graph, as to log it, so that the entry of a mask which all steps use lives on there only."""
-    store, net, mask = opened(), blocks(), rows(1) > 0
+    store = opened()
+    net = blocks()
+    mask = rows(1) > 0
     forward(net, rows(), None, mask).backward()
     want, kept = gradients(net), []
     for step in range(3):
@@ -180,7 +184,10 @@ def test_a_graph_that_one_rank_keeps(pool: Pool) -> None:
 
 def _one_tensor() -> None:
     """On rank 0 two arguments are one tensor, on rank 1 a tensor and a copy."""
-    store, net, x, mask = opened(), blocks()[:2], rows().requires_grad_(), rows(1)
+    store = opened()
+    net = blocks()[:2]
+    x = rows().requires_grad_()
+    mask = rows(1)
 
     class Two(nn.Module):
         def forward(self, x: Tensor, one: Tensor, other: Tensor) -> Tensor:
@@ -279,7 +286,9 @@ def test_calls_that_differ(pool: Pool) -> None:
 
 
 def _useless(caplog_level: int) -> list[str]:
-    store, net, found = opened(), blocks()[:2], list[str]()
+    store = opened()
+    net = blocks()[:2]
+    found = list[str]()
     store._tells = dist.get_rank() == 0
 
     class Handler(logging.Handler):

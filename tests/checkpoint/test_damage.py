@@ -233,7 +233,9 @@ def test_mutated_manifests_and_metas(good: Path, cases: int) -> None:
     """With right checksums: values, or an error of ours that names the folder."""
     body = json.loads((good / "manifest.json").read_text())
     content = torch.load(good / "meta.pt", weights_only=True)
-    text, data, refused = (good / "manifest.json").read_text(), (good / "meta.pt").read_bytes(), []
+    text = (good / "manifest.json").read_text()
+    data = (good / "meta.pt").read_bytes()
+    refused = []
     for seed in range(cases):
         chance = random.Random(seed)
         (good / "manifest.json").write_text(text)

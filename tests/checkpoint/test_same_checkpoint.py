@@ -197,7 +197,8 @@ def _of_lost_files(folder: str) -> dict[str, Any]:
     engine.backward(next_token_loss(engine, 0, 0, rank))
     engine.step()
     engine.save_checkpoint(folder, "whole")
-    looked, check_length = list[str](), BlockReader.check_length
+    looked = list[str]()
+    check_length = BlockReader.check_length
 
     def counted(self: BlockReader, file: str) -> None:
         looked.append(file)
@@ -205,7 +206,8 @@ def _of_lost_files(folder: str) -> dict[str, Any]:
 
     with mock.patch.object(BlockReader, "check_length", counted):
         engine.load_checkpoint(folder, "whole")
-    shared, found = list(looked), dict[str, Any]()
+    shared = list(looked)
+    found = dict[str, Any]()
     own = f"{folder}/{rank}"
     for name, lose in (("missing", os.remove), ("torn", partial(os.truncate, length=100))):
         copies = {"shared": f"{folder}/{name}", "own": f"{own}/{name}"}

@@ -357,7 +357,8 @@ def _communicators(sizes: dict[str, int], zero: dict[str, Any] | None = None) ->
     Each takes 3 MiB of the device.
     """
     made = list[dist.ProcessGroup]()
-    ranks, config = ParallelSizes(**sizes), ZeroConfig.of({"zero_optimization": zero or {}})
+    ranks = ParallelSizes(**sizes)
+    config = ZeroConfig.of({"zero_optimization": zero or {}})
     with (
         bound_like_nccl(1024) as (world, _),
         mock.patch.object(process_groups, "_connect", lambda group, *_: made.append(group)),

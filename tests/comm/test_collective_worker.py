@@ -12,7 +12,9 @@ from lt_zero.comm.work import CollectiveMonitor, CollectiveWorker, WorkList
 
 
 def test_procedures_run_in_the_order_of_their_launches_beside_the_caller() -> None:
-    worker, may_start, seen = CollectiveWorker("test"), threading.Event(), list[int]()
+    worker = CollectiveWorker("test")
+    may_start = threading.Event()
+    seen = list[int]()
     first = worker.submit(may_start.wait)
     rest = [worker.submit(lambda number=number: seen.append(number)) for number in range(20)]  # type: ignore[misc]
     assert not first.is_completed()

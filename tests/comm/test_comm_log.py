@@ -73,7 +73,9 @@ class Calls:
 
     def totals(self, group: ShardGroup) -> dict[str, tuple[int, int]]:
         """Calls and bytes per function, on the process groups of ``group``."""
-        groups, calls, nbytes = (group.process_group, group.reductions), Counter[str](), Counter[str]()
+        groups = (group.process_group, group.reductions)
+        calls = Counter[str]()
+        nbytes = Counter[str]()
         for name, size, used in self.seen:
             if any(used is known for known in groups):
                 calls[name] += 1

@@ -38,7 +38,9 @@ def _averages(dtype: torch.dtype, add: bool) -> None:
     for turn in range(turns):
         seeds = [torch.Generator().manual_seed(100 * turn + other) for other in range(world)]
         drawn = [torch.randn(numel, generator=seed).to(dtype) for seed in seeds]
-        send, out, mean = buffers.take(numel, dtype), torch.full((numel,), 0.5), drawn[0].to(torch.float32, copy=True)
+        send = buffers.take(numel, dtype)
+        out = torch.full((numel,), 0.5)
+        mean = drawn[0].to(torch.float32, copy=True)
         for other in drawn[1:]:
             mean += other
         mean *= 1 / world
@@ -181,7 +183,9 @@ class _EntersLate(shared_memory.Barrier):
     """A barrier of which the absent rank enters, and ends, while it is asked whether it has ended."""
 
     def __init__(self) -> None:
-        self.answers, self.timeout, self.ask_after = [[1], []], timedelta(seconds=60), 0.0
+        self.answers = [[1], []]
+        self.timeout = timedelta(seconds=60)
+        self.ask_after = 0.0
 
     def absent(self) -> list[int]:
         return self.answers.pop(0) if self.answers else []
@@ -200,7 +204,9 @@ def test_a_rank_that_entered_and_ended_is_not_missed() -> None:
 def test_memory_of_dropped_windows_is_not_taken_for_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers would read the file, in which this rank's values are not."""
     monkeypatch.setattr(shared_memory, "_SEGMENT", 1 << 20)
-    arena, numel, cpu = shared_memory.SharedArena(), 1 << 18, torch.device("cpu")
+    arena = shared_memory.SharedArena()
+    numel = 1 << 18
+    cpu = torch.device("cpu")
     windows = [arena.allocate(numel, torch.float32) for _ in range(2)]  # each fills a segment
     windows.clear()  # an engine is gone
     assert not any(arena.has(tensor) for tensor in [flat_empty(numel, torch.float32, cpu) for _ in range(3)])

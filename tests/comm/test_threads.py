@@ -141,7 +141,9 @@ def _ends(job: Job) -> bool:
 
 def test_an_error_before_the_first_job_ends_all_of_them() -> None:
     """On a machine without it, a CUDA device cannot be set; one without index cannot be set anywhere."""
-    before, line, thread = _all(), _Line(), Background(device=torch.device("cuda"))
+    before = _all()
+    line = _Line()
+    thread = Background(device=torch.device("cuda"))
     jobs = [line.job() for _ in range(3)]
     for job in jobs:
         thread.hand_over(job)
@@ -152,7 +154,10 @@ def test_an_error_before_the_first_job_ends_all_of_them() -> None:
 
 
 def test_an_error_between_jobs_ends_all_of_them() -> None:
-    before, line, thread, gate = _all(), _Line(), Background(), threading.Event()
+    before = _all()
+    line = _Line()
+    thread = Background()
+    gate = threading.Event()
 
     def leaves() -> None:
         gate.wait(20)
@@ -285,7 +290,9 @@ def test_ranks_that_cannot_connect_are_told_how(pool: Pool) -> None:
 
 def _groups_there_are() -> list[int]:
     """After each of some worlds that are dropped, the second one by rank 1 later than by rank 0."""
-    made, kept, found = list[Any](), list[ShardGroup](), list[int]()
+    made = list[Any]()
+    kept = list[ShardGroup]()
+    found = list[int]()
     make = dist.new_group
 
     def note(*args: Any, **kwargs: Any) -> Any:

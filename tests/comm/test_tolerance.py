@@ -45,7 +45,9 @@ class Late:
     """Keeps the contributions of this rank back until it is told."""
 
     def __init__(self, tolerance: TolerantSum) -> None:
-        self._send, self._kept, self.holds = tolerance._send, list[Any](), False
+        self._send = tolerance._send
+        self._kept = list[Any]()
+        self.holds = False
         tolerance._send = self  # type: ignore[method-assign]
         self._lock = tolerance._changed
 
@@ -74,7 +76,8 @@ def _account(late: dict[int, tuple[int, int]], share: float, turns: int) -> tupl
     ``late``: rank -> the turns in which its contributions are kept back. Values are small integers: sums are exact.
     """
     group = _group(share)
-    tolerance, rank = tolerant_sum(group), dist.get_rank()
+    tolerance = tolerant_sum(group)
+    rank = dist.get_rank()
     assert tolerance is not None
     held, generator = Late(tolerance), torch.Generator().manual_seed(rank)
     first, last = late.get(rank, (turns, turns))
@@ -119,7 +122,9 @@ LATE = {
 
 @pytest.mark.parametrize("who", only(["owner", "two"], LATE))
 def test_nothing_is_lost_and_replicas_are_equal(pool: Pool, who: str) -> None:
-    late, share, turns = LATE[who].turns, LATE[who].share, 8
+    late = LATE[who].turns
+    share = LATE[who].share
+    turns = 8
     results = pool.run(3, _account, late, share, turns)
     for sums, _, missing in results:
         assert missing > 0
@@ -134,7 +139,8 @@ def test_nothing_is_lost_and_replicas_are_equal(pool: Pool, who: str) -> None:
 def _regained() -> Tensor:
     """How many gradients are in three sums; rank 0 owns the second one not, and begins the third one late."""
     group = _group(0.67)
-    tolerance, rank = tolerant_sum(group), dist.get_rank()
+    tolerance = tolerant_sum(group)
+    rank = dist.get_rank()
     assert tolerance is not None
     count = torch.zeros(SIZES["small"])
     for turn in range(3):
@@ -173,7 +179,8 @@ def test_what_is_dropped_ends(pool: Pool) -> None:
 def _owners() -> list[list[int]]:
     """Who is late after each turn; rank 0 owns pieces first."""
     group = _group(0.34)
-    tolerance, rank = tolerant_sum(group), dist.get_rank()
+    tolerance = tolerant_sum(group)
+    rank = dist.get_rank()
     assert tolerance is not None
     tolerance._late.clear()  # whatever was measured
     held, found = Late(tolerance), list[list[int]]()
@@ -311,8 +318,12 @@ def test_threads_end_with_a_run_and_come_back(pool: Pool) -> None:
 def test_an_end_is_told_to_the_others_if_one_has_ended() -> None:
     """Else their threads wait for it, and the end of their run with them."""
     tolerance, told = object.__new__(TolerantSum), list[int]()
-    tolerance._members, tolerance._me, tolerance._running = 3, 1, True
-    tolerance._changed, tolerance._started, tolerance._senders = threading.Condition(), [], {}
+    tolerance._members = 3
+    tolerance._me = 1
+    tolerance._running = True
+    tolerance._changed = threading.Condition()
+    tolerance._started = []
+    tolerance._senders = {}
 
     def send(peer: int, kind: int) -> None:
         if peer == 0:

@@ -36,7 +36,9 @@ def _engine(keys: dict[str, Any], precision: str = "32-true") -> EngineOptions:
     return engine_options(config, dtype_policy(config, precision))
 
 
-STATES, PARAMS, LEAF = "offload_states", "offload_params", "leaf_modules"
+STATES = "offload_states"
+PARAMS = "offload_params"
+LEAF = "leaf_modules"
 OFFLOADED = {"device": "nvme", "nvme_path": "/tmp"}
 
 
@@ -109,7 +111,8 @@ APART = {"dtypes", "sent_dense", "communication.shards", "communication.secondar
 
 def _values(options: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for field in fields(options):
-        name, value = prefix + field.name, getattr(options, field.name)
+        name = prefix + field.name
+        value = getattr(options, field.name)
         if is_dataclass(value) and name in (STATES, PARAMS, LEAF, "files", "communication"):
             yield from _values(value, f"{name}.")
         else:
@@ -125,7 +128,8 @@ def test_each_option_is_that_of_its_key() -> None:
 
 
 def test_options_without_a_configuration_are_those_of_an_empty_one() -> None:
-    mine, others = dict(_values(CommunicationOptions())), dict(_values(communication_options(ZeroConfig())))
+    mine = dict(_values(CommunicationOptions()))
+    others = dict(_values(communication_options(ZeroConfig())))
     for name in ("shards", "secondary_shards"):
         assert mine.pop(name)(6) == others.pop(name)(6), name
     assert mine == others
@@ -196,7 +200,8 @@ ONE_BIT = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}}
     ],
 )
 def test_parameters_that_are_sent_as_they_are(keys: dict[str, Any], names: set[str] | None) -> None:
-    net, found = _Net(), _engine(keys).sent_dense
+    net = _Net()
+    found = _engine(keys).sent_dense
     mine = None if found is None else {name for name, p in net.named_parameters() if p in found(net)}
     assert mine == names
 

@@ -28,8 +28,11 @@ def _mine(name: str, rank: int) -> list[int]:
 
 def _exchanged(turns: int) -> tuple[list[tuple[str, list[int]]], list[tuple[str, list[int]]], list[str]]:
     """The maxima that owners handled; those of what was launched, read after all exchanges; the exchanges' names."""
-    world, rank = World.join(CPU), dist.get_rank()
-    handled, launched, sent = list[tuple[str, list[int]]](), list[tuple[str, Work, Tensor]](), list[str]()
+    world = World.join(CPU)
+    rank = dist.get_rank()
+    handled = list[tuple[str, list[int]]]()
+    launched = list[tuple[str, Work, Tensor]]()
+    sent = list[str]()
 
     def section(name: str) -> Section:
         def note(work: Work, flags: Tensor) -> None:

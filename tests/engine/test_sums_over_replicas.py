@@ -224,7 +224,8 @@ MICRO = 3
 
 def _saved_in_a_window(folder: str, stage: int, zero: dict[str, Any], dtype: torch.dtype) -> None:
     """A loop saves after the first of three micro-batches, goes on, and resumes from there on other shard groups."""
-    ranks, rank = range(dist.get_world_size()), dist.get_rank()
+    ranks = range(dist.get_world_size())
+    rank = dist.get_rank()
     torch.manual_seed(0)
     reference = Net().to(dtype)
     expected = OPTIMIZERS["sgd"](reference.parameters())
@@ -287,7 +288,8 @@ def _beside_backward(folder: str) -> int:
 
     The weights are those of one process after each step.
     """
-    early, landed = 0, Overlap._landed
+    early = 0
+    landed = Overlap._landed
 
     def counts(self: Overlap, bucket: Bucket) -> bool:
         nonlocal early
@@ -295,7 +297,8 @@ def _beside_backward(folder: str) -> int:
         early += stepped
         return stepped
 
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
+    rank = dist.get_rank()
     torch.manual_seed(0)
     model = Net()
     reference = copy.deepcopy(model)
@@ -401,7 +404,9 @@ def test_shard_groups_of_several_nodes(pool: Pool) -> None:
 
 def _device_sums(accumulator: torch.dtype, wire: torch.dtype) -> float:
     """Sum three gradients as an accelerator's backend does; the largest error, relative to the largest element."""
-    rank, world, numel = dist.get_rank(), dist.get_world_size(), 64
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    numel = 64
     row = [dist.new_group([first, first + 1]) for first in (0, 2)][rank // 2]
     column = [dist.new_group([first, first + 2]) for first in (0, 1)][rank % 2]
     whole = dist.new_group()

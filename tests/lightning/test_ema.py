@@ -134,11 +134,13 @@ def _beside_ddp(stage: int | None, zero: dict[str, Any], folder: str) -> list[fl
 
     average = EMA(decay=0.7) if stage is not None else pl.callbacks.EMAWeightAveraging(decay=0.7)
     saves = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
-    trainer, model = trainer_of(average, saves), Model(dist.get_world_size())
+    trainer = trainer_of(average, saves)
+    model = Model(dist.get_world_size())
     trainer.fit(model)
     trainer.validate(model, verbose=False)
     after = tested(trainer)
-    other, epochs = trainer_of(), (1, 2)
+    other = trainer_of()
+    epochs = (1, 2)
     by_other = [tested(other, ckpt_path=f"{folder}/epoch={epoch}.ckpt", **trust(False)) for epoch in epochs]
     # With EMAWeightAveraging, the Trainer that has fitted tests a checkpoint with its trained weights, and any other
     # Trainer with the averages.
@@ -183,10 +185,12 @@ def _tuned(stage: int | None, device: str, folder: str) -> list[float]:
         average = EMA(decay=0.7) if stage is not None else pl.callbacks.EMAWeightAveraging(decay=0.7)
         options = {**RUN, "callbacks": [average, tuning, saves], "enable_checkpointing": True}
         if stage is None:
-            trainer, model = single_trainer(**options), Tuned()
+            trainer = single_trainer(**options)
+            model = Tuned()
         else:
             zero = {"offload_optimizer": {"device": device, **({"nvme_path": folder} if device == "nvme" else {})}}
-            trainer, model = sharded_trainer(stage, zero, **options), Tuned(dist.get_world_size())
+            trainer = sharded_trainer(stage, zero, **options)
+            model = Tuned(dist.get_world_size())
         trainer.fit(model, ckpt_path=resume, **trust(False))
         found += model.seen
     return found
@@ -206,7 +210,8 @@ def _before_the_first_update() -> None:
     """Losses and weights are the same with an average that has not begun, and without the callback."""
     found = []
     for callbacks in ([], [EMA(decay=0.7, start_step=1000)]):
-        model, trainer = Model(dist.get_world_size()), sharded_trainer(3, callbacks=callbacks, **RUN)
+        model = Model(dist.get_world_size())
+        trainer = sharded_trainer(3, callbacks=callbacks, **RUN)
         trainer.fit(model)
         found.append((model.seen, trainer.strategy.full_state_dict()))
     (seen, whole), (others_seen, others) = found
@@ -293,7 +298,9 @@ class Fails(Model):
 
 
 def _validation_fails(stage: int, other: bool, precision: Any) -> None:
-    model, trained, begins = Fails(dist.get_world_size()), Begins(), Begins()
+    model = Fails(dist.get_world_size())
+    trained = Begins()
+    begins = Begins()
     trained.on_train_batch_end = lambda trainer, *_: trained.on_train_start(trainer, model)  # type: ignore
     trainer = sharded_trainer(stage, callbacks=[EMA(decay=0.7), trained, begins], precision=precision, **RUN)
     with pytest.raises(OSError, match="no data"):

@@ -641,7 +641,9 @@ def test_frozen_weights_are_left_out(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_before_the_launch(tmp_path: Path) -> None:
-    net, wanted, strategy = _net(), Net(), FabricZeroStrategy(stage=2)
+    net = _net()
+    wanted = Net()
+    strategy = FabricZeroStrategy(stage=2)
     fabric = L.Fabric(accelerator="cpu", strategy=strategy, devices=2)
     with pytest.raises(RuntimeError, match=r"not launched yet: call fabric.launch\(\)"):
         fabric.save(tmp_path / "saved", {"model": net})

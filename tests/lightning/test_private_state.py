@@ -412,7 +412,8 @@ def test_a_stream_that_is_kept_in_a_generator_function_is_told() -> None:
 
 
 def test_a_generator_with_seeds_of_the_system_goes_on_to_spawn_the_same_ones() -> None:
-    sampler, other = SpawnsGenerators(None), SpawnsGenerators(None)
+    sampler = SpawnsGenerators(None)
+    other = SpawnsGenerators(None)
     want, got = (DataLoader(range(COUNT), sampler=one) for one in (sampler, other))  # type: ignore[arg-type]
     list(want)
     OwnState(got, stateful=False).set(OwnState(want, stateful=False).take())

@@ -179,7 +179,9 @@ class Gpu:
     """A device that is behind the host: ``reached`` is how far it is. An event may be read when it has passed it."""
 
     def __init__(self, time: Time) -> None:
-        self.time, self.reached, self.made = time, 0.0, 0
+        self.time = time
+        self.reached = 0.0
+        self.made = 0
         gpu = self
 
         class Event:

@@ -124,7 +124,9 @@ class Failing:
     """Reads or writes of one rank fail from the ``number``-th on."""
 
     def __init__(self, what: str, number: int, rank: int) -> None:
-        self.what, self.left, self.mine = what, number, dist.get_rank() == rank
+        self.what = what
+        self.left = number
+        self.mine = dist.get_rank() == rank
         self.before = getattr(io, what)
 
     def __enter__(self) -> None:

@@ -83,7 +83,9 @@ class Archive:
         room: int = 3,
         pin: bool = False,
     ) -> None:
-        self.room, self.where, self.problem = room, "memory", None
+        self.room = room
+        self.where = "memory"
+        self.problem = None
         self.spare_nbytes = self.bytes_on_disk = 0
 
     def place(self, record: int, link: HostLink | None) -> Place:

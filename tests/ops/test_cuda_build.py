@@ -39,7 +39,9 @@ from tests.support.emulated_cuda import compile_emulated, races
 from tests.support.kernel_inputs import places_of
 from tests.support.matrix import only, only_rows
 
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FP32 = torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
 BAD_ARGUMENT, CUDA_ERROR = 1, 1000  # lt_zero.h
 NULL, NEGATIVE = (ctypes.c_void_p * 1)(), (ctypes.c_int64 * 1)(-1)
 STRICT = "-Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror"
@@ -370,7 +372,9 @@ def test_sgd_without_momentum_has_no_state(device: torch.device) -> None:
     ids=["fp32", "bf16", "skipped", "many"],
 )
 def test_lamb(device: torch.device, sizes: list[int], grad: torch.dtype, state: torch.dtype, found_inf: float) -> None:
-    rule, betas, skip = {"eps": 1e-6, "weight_decay": 0.01}, {"beta1": 0.9, "beta2": 0.99}, torch.tensor(found_inf)
+    rule = {"eps": 1e-6, "weight_decay": 0.01}
+    betas = {"beta1": 0.9, "beta2": 0.99}
+    skip = torch.tensor(found_inf)
     param, out = Arena(sizes, FP32, 0), Arena(sizes, BF16, 1)
     moments = [Arena(sizes, state, 2), Arena(sizes, state, 3, "squares")]
     arenas, scale = [param, Arena(sizes, grad, 1), *moments], torch.tensor(0.3)
@@ -385,7 +389,8 @@ def test_lamb(device: torch.device, sizes: list[int], grad: torch.dtype, state: 
 @pytest.mark.parametrize("at_random", [True, False], ids=["at random", "nearest"])
 def test_lamb_of_bf16_weights(device: torch.device, at_random: bool) -> None:
     rule, sizes = {"eps": 1e-6, "weight_decay": 0.01}, [8193, 0, 5, 4097, *MANY[:70]]  # two batches
-    param, out = Arena(sizes, BF16, 0), Arena(sizes, BF16, 1)
+    param = Arena(sizes, BF16, 0)
+    out = Arena(sizes, BF16, 1)
     moments = [Arena(sizes, FP32, 2), Arena(sizes, FP32, 3, "squares")]
     arenas = [param, Arena(sizes, BF16, 1), *moments]
     norms, expected = compare("lamb_update", device, arenas, **rule, beta1=0.9, beta2=0.99)
@@ -433,7 +438,10 @@ def test_round_stochastic(device: torch.device) -> None:
     """Rows of parameters, a counter on the device, and what has no neighbours: gaps stay as they were."""
     for rows, counts in itertools.product(ROUNDED, (False, True)):
         values = torch.randn(rows.numel, generator=torch.Generator().manual_seed(rows.numel))
-        values[::37], values[1::37], values[2::37], values[3::37] = torch.inf, torch.nan, -3.3961e38, 1e-40
+        values[::37] = torch.inf
+        values[1::37] = torch.nan
+        values[2::37] = -3.3961e38
+        values[3::37] = 1e-40
         wanted, made = (torch.full((rows.numel + 2,), 7.0, dtype=BF16, device=d) for d in ("cpu", device))
         step = torch.tensor(12345.0) if counts else (1 << 32) + 3
         ops.round_stochastic_reference(values, wanted[1:-1], rows, seed=SEED, step=step)
@@ -602,8 +610,12 @@ def lists_of(x: Tensor, **changes: Any) -> ctypes.Structure:
 
 
 def refuses_bad_steps(lib: ctypes.CDLL, x: Tensor) -> None:
-    adam, lion, adagrad = STRUCTS["lt_adam"](step=1.0), STRUCTS["lt_lion"](), STRUCTS["lt_adagrad"]()
-    sgd, lamb, by = STRUCTS["lt_sgd"](momentum=0.9), STRUCTS["lt_lamb"](), ctypes.byref
+    adam = STRUCTS["lt_adam"](step=1.0)
+    lion = STRUCTS["lt_lion"]()
+    adagrad = STRUCTS["lt_adagrad"]()
+    sgd = STRUCTS["lt_sgd"](momentum=0.9)
+    lamb = STRUCTS["lt_lamb"]()
+    by = ctypes.byref
     here = x.data_ptr()
 
     def codes(t: ctypes.Structure, states: int) -> list[int]:
@@ -664,7 +676,9 @@ def refuses_bad_sums(lib: ctypes.CDLL, x: Tensor) -> None:
 
 def refuses_bad_codes(lib: ctypes.CDLL, x: Tensor) -> None:
     """Of blocks, and of the largest elements."""
-    here, one, coded = x.data_ptr(), (ctypes.c_void_p * 1)(x.data_ptr()), torch.zeros(64, dtype=torch.uint8)
+    here = x.data_ptr()
+    one = (ctypes.c_void_p * 1)(x.data_ptr())
+    coded = torch.zeros(64, dtype=torch.uint8)
     here16 = coded.data_ptr()
 
     def blocks(**changes: int) -> Any:
@@ -687,7 +701,8 @@ def refuses_bad_codes(lib: ctypes.CDLL, x: Tensor) -> None:
 
 
 def refuses_bad_rounding(lib: ctypes.CDLL, x: Tensor) -> None:
-    good, rows = {"numel": 4, "src": x.data_ptr(), "dst": x.data_ptr()}, {"first": 0, "row": 2, "stride": 2}
+    good = {"numel": 4, "src": x.data_ptr(), "dst": x.data_ptr()}
+    rows = {"first": 0, "row": 2, "stride": 2}
     bad: list[dict[str, Any]] = [{"numel": -1}, {"row": 0}, {"row": 3}, {"first": -1}, {"stride": -1}]
     for change in [*bad, {"src": None}, {"dst": None}]:
         place = STRUCTS["lt_place"](**(rows | {key: change[key] for key in change if key in rows}))

@@ -17,7 +17,7 @@ from lt_zero.common import accelerator
 from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.ops import rounding
 from lt_zero.ops.moments import coded_nbytes
-from lt_zero.ops.places import Place, place_table
+from lt_zero.ops.places import ElementPlace, place_table
 from lt_zero.ops.rounding import (
     ElementRows,
     RoundStochastic,
@@ -244,7 +244,8 @@ KERNELS = ["adam_step", "adam_step in codes", "lion_step", "adagrad_step", "sgd_
 
 def step_of(name: str, sizes: list[int], rng: random.Random) -> tuple[str, list[Any], dict[str, Any]]:
     """An operation, its lists without those of the weights' copies, and its options. Weights are in bf16."""
-    offset, state = rng.randint(0, 3), rng.choice([torch.float32, torch.bfloat16])
+    offset = rng.randint(0, 3)
+    state = rng.choice([torch.float32, torch.bfloat16])
     operation, _, coded = name.partition(" ")
     lists: list[Any] = [kernel_inputs.rows(sizes, torch.bfloat16, offset)]
     if operation != "lamb_apply":
@@ -279,7 +280,8 @@ def test_a_step_has_the_bits_of_a_step_in_fp32_and_a_pass_that_rounds(isa: str, 
         want = rounded_apart(wide[0], places) if at_random else [x.bfloat16() for x in wide[0]]
         options["places"] = place_table(places, CPU) if at_random else None
         for step in (run, getattr(ops, f"{operation}_reference")):
-            got, outs = cloned(lists), [torch.empty_like(x) for x in lists[0]]
+            got = cloned(lists)
+            outs = [torch.empty_like(x) for x in lists[0]]
             step(*got, outs, **options)
             for own in (got[0], outs):
                 assert all(map(torch.equal, own, want)), step
@@ -289,8 +291,9 @@ def test_a_step_has_the_bits_of_a_step_in_fp32_and_a_pass_that_rounds(isa: str, 
 
 def test_weights_that_are_not_finite_in_a_step(isa: str) -> None:
     values = with_special(2000).bfloat16()
-    got, zeros = values.clone(), torch.zeros(2000)
-    places = place_table([Place(0, 0, 3, 2000, 0, SEED, 1)], CPU)
+    got = values.clone()
+    zeros = torch.zeros(2000)
+    places = place_table([ElementPlace(0, 0, 3, 2000, 0, SEED, 1)], CPU)
     flags = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "first": True}
     ops.sgd_step([got], [zeros], [], lr=1.0, places=places, **flags)
     # Nothing is added, and what is exact stays.
@@ -301,23 +304,30 @@ def test_weights_that_are_not_finite_in_a_step(isa: str) -> None:
 @pytest.mark.parametrize(
     ("params", "outs", "places", "error", "match"),
     [
-        (torch.ones(9), [], [Place(0, 0, 0, 9, 0, 1, 1)], ValueError, "params has dtype torch.float32"),
+        (torch.ones(9), [], [ElementPlace(0, 0, 0, 9, 0, 1, 1)], ValueError, "params has dtype torch.float32"),
         (torch.ones(9).half(), [], [], ValueError, "params.0. has dtype torch.float16"),
         (torch.ones(9).bfloat16(), [torch.ones(9)], [], ValueError, "outs.0. has dtype torch.float32"),
         (torch.ones(9).bfloat16(), [], torch.ones(1, 6, dtype=torch.int64), ValueError, "places has shape .1, 6."),
         (torch.ones(9).bfloat16(), [], torch.ones(1, 7), ValueError, "places has shape .1, 7., dtype torch.float32"),
-        (torch.ones(9).bfloat16(), [], [Place(0, 1, 0, 9, 0, 1, 1)], RuntimeError, "bad argument"),
-        (torch.ones(9).bfloat16(), [], [Place(1, 0, 0, 9, 0, 1, 1)], RuntimeError, "bad argument"),
-        (torch.ones(9).bfloat16(), [], [Place(0, 0, 0, 0, 0, 1, 1)], RuntimeError, "bad argument"),
-        (torch.ones(9).bfloat16(), [], [Place(0, 0, -1, 9, 0, 1, 1)], RuntimeError, "bad argument"),
-        (torch.ones(9).bfloat16(), [], [Place(0, n, 0, 9, 0, 1, 1) for n in (0, 5, 4)], RuntimeError, "bad argument"),
+        (torch.ones(9).bfloat16(), [], [ElementPlace(0, 1, 0, 9, 0, 1, 1)], RuntimeError, "bad argument"),
+        (torch.ones(9).bfloat16(), [], [ElementPlace(1, 0, 0, 9, 0, 1, 1)], RuntimeError, "bad argument"),
+        (torch.ones(9).bfloat16(), [], [ElementPlace(0, 0, 0, 0, 0, 1, 1)], RuntimeError, "bad argument"),
+        (torch.ones(9).bfloat16(), [], [ElementPlace(0, 0, -1, 9, 0, 1, 1)], RuntimeError, "bad argument"),
+        (
+            torch.ones(9).bfloat16(),
+            [],
+            [ElementPlace(0, n, 0, 9, 0, 1, 1) for n in (0, 5, 4)],
+            RuntimeError,
+            "bad argument",
+        ),
     ],
 )
 def test_weights_and_places_that_do_not_fit_are_refused(
     params: Tensor, outs: list[Tensor], places: Any, error: type[Exception], match: str
 ) -> None:
     table = places if isinstance(places, Tensor) else place_table(places, CPU) if places else None
-    before, (grad, momentum) = params.clone(), (torch.ones(9), torch.zeros(9))
+    before = params.clone()
+    (grad, momentum) = (torch.ones(9), torch.zeros(9))
     with pytest.raises(error, match=match):
         ops.lion_step([params], [grad], [momentum], outs, lr=1.0, beta1=0.9, beta2=0.9, weight_decay=0.0, places=table)
     assert torch.equal(params, before)

@@ -28,7 +28,9 @@ def _waiting(block: dict[str, Any], count: int) -> None:
     """Count the forwards of this rank's stages whose backward has not run."""
     block = {**block, "num_microbatches": count}
     run = start(Ranks(1, 1, 2), 1, "sgd", partial(specs, False), block)
-    runner, now, most = run.model.pipe.runner, 0, 0
+    runner = run.model.pipe.runner
+    now = 0
+    most = 0
     forward, backward = runner.forward, runner.backward
 
     def counted(*arguments: Any) -> Any:

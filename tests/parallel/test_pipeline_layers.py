@@ -326,7 +326,9 @@ def test_forms_of_batches_are_found_again(pool: Pool) -> None:
 
 
 def _same() -> Iterator[Any]:
-    block, embedding, head = Block(), nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+    block = Block()
+    embedding = nn.Embedding(VOCABULARY, WIDTH)
+    head = nn.Linear(WIDTH, VOCABULARY, bias=False)
     yield [embedding, block, block, head]
     yield [embedding, LayerSpec(lambda: block), LayerSpec(lambda: block), head]
     head.weight = embedding.weight

@@ -264,7 +264,9 @@ def test_replicas_that_do_not_fit_are_refused(pool: Pool, zero: dict[str, Any]) 
 
 
 def _averages(stage: int) -> None:
-    run, reference, averages = start(MESH, stage, "adamw"), Net(), dict[str, Tensor]()
+    run = start(MESH, stage, "adamw")
+    reference = Net()
+    averages = dict[str, Tensor]()
     average = WeightAverage(run.engine)
 
     def after(run: Run, reference: Net) -> None:

@@ -87,7 +87,9 @@ class Peaks:
     """Bytes of gathered weights and of homes at most, while the context is open."""
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.gathered, self.homes = engine, 0, 0
+        self.engine = engine
+        self.gathered = 0
+        self.homes = 0
         self.tiers = getattr(engine.offload_manager, "tiers", ())  # of an engine that offloads
 
     def __enter__(self) -> Peaks:
@@ -486,7 +488,10 @@ def test_a_gpu_sends_what_is_offloaded_to_the_host_or_the_disk() -> None:
         return estimate(8e9, {"zero_optimization": zero, "bf16": LOW, "checkpoint": full}, 8)
 
     one = 10**9  # parameters per rank
-    plain, states, both, disk = of("none", "none"), of("cpu", "none"), of("cpu", "cpu"), of("nvme", "nvme")
+    plain = of("none", "none")
+    states = of("cpu", "none")
+    both = of("cpu", "cpu")
+    disk = of("nvme", "nvme")
     for cast, place, want in (
         (plain, DEVICE, {MASTER: 4, MOMENTS: 8, GRADS: 4, WEIGHTS: 0}),
         (plain, HOST, {MASTER: 0, MOMENTS: 0, GRADS: 0, WEIGHTS: 0}),

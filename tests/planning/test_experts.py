@@ -78,7 +78,8 @@ def config_for(stage: int, size: int, **zero: Any) -> ZeroConfig:
 
 
 def engine_of(config: ZeroConfig, mode: str, records: bool = False) -> Any:
-    world, model = World.join(CPU, new_log=CommLog if records else None), Model()
+    world = World.join(CPU, new_log=CommLog if records else None)
+    model = Model()
     everyone = ShardGroup.of_all(world)
     mesh = ParallelMesh(ParallelSizes.of(config, world.size), world)
     mesh.cut(model, config)

@@ -53,7 +53,8 @@ class NormalizedMomentum(NormedOptimizer):
 
 
 def _as_one_process() -> None:
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
+    rank = dist.get_rank()
     torch.manual_seed(0)
     start = Odd().double()
     whole = copy.deepcopy(start)

@@ -211,7 +211,9 @@ class Pair(nn.Module):
 
 
 def _tensor_ranks(sizes: tuple[int, int], stage: int) -> dict[str, Tensor]:
-    world, model, given = World.join(torch.device("cpu")), Pair(), dict[str, Any]()
+    world = World.join(torch.device("cpu"))
+    model = Pair()
+    given = dict[str, Any]()
     everyone, config = ShardGroup.of_all(world), config_of(stage, **RANDOM)
     if sizes[1] > 1:
         mesh = ParallelMesh(ParallelSizes(*sizes), world)

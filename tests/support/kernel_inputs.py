@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.ops.places import Place
+from lt_zero.ops.places import ElementPlace
 from lt_zero.ops.rounding import ElementRows, round_stochastic
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
@@ -23,29 +23,34 @@ def rows(sizes: list[int], dtype: torch.dtype, offset: int, make: Any = torch.ra
     return [make(size + offset).to(dtype)[offset:] for size in sizes]
 
 
-def places_of(sizes: list[int], rng: random.Random) -> list[Place]:
+def places_of(sizes: list[int], rng: random.Random) -> list[ElementPlace]:
     """Tensors of these sizes, cut anywhere into parts of parameters: whole rows, columns, one element."""
     found = []
     for tensor, size in enumerate(sizes):
         cuts = {0, *(rng.randrange(size) for _ in range(rng.randint(0, 3)))} if size else set[int]()
         for begin in sorted(cuts):
-            row, first = rng.choice([1, 3, 130, 5000, 1 << 40]), rng.choice([0, 8, 4_000_123, (1 << 36) + 5])
-            stride, step = row + rng.choice([0, 64, 1003]), rng.choice([1, 1 << 33])
-            found.append(Place(tensor, begin, first, row, stride, rng.randrange(1 << 64), step))
+            row = rng.choice([1, 3, 130, 5000, 1 << 40])
+            first = rng.choice([0, 8, 4_000_123, (1 << 36) + 5])
+            stride = row + rng.choice([0, 64, 1003])
+            step = rng.choice([1, 1 << 33])
+            found.append(ElementPlace(tensor, begin, first, row, stride, rng.randrange(1 << 64), step))
     return found
 
 
-def rounded_apart(wide: list[Tensor], places: list[Place]) -> list[Tensor]:
+def rounded_apart(wide: list[Tensor], places: list[ElementPlace]) -> list[Tensor]:
     """The weights of a step in fp32, rounded in a pass of its own: what a step of bf16 weights must give."""
     low = [torch.empty(x.shape, dtype=torch.bfloat16) for x in wide]
     for place, after in zip(places, [*places[1:], None], strict=True):
         end = after.begin if after is not None and after.tensor == place.tensor else wide[place.tensor].numel()
-        begin, first = place.begin, place.first
+        begin = place.begin
+        first = place.first
         while begin < end:
             numel = min(place.row, end - begin)
-            rows, part = ElementRows(numel, first, numel), slice(begin, begin + numel)
+            rows = ElementRows(numel, first, numel)
+            part = slice(begin, begin + numel)
             round_stochastic(wide[place.tensor][part], low[place.tensor][part], rows, seed=place.seed, step=place.step)
-            begin, first = begin + numel, first + place.stride
+            begin = begin + numel
+            first = first + place.stride
     return low
 
 

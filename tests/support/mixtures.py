@@ -28,7 +28,9 @@ from lt_zero.session.checkpoints import Progress, restore_optimizers
 from tests.support.parallel_nets import CPU, all_states, all_weights
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of
 
-NUMBER, WIDTH, HIDDEN = 4, 6, 5
+NUMBER = 4
+WIDTH = 6
+HIDDEN = 5
 
 
 class FeedForwards(Experts):
@@ -144,7 +146,8 @@ def start(
 ) -> MixtureRun:
     """A run whose experts are on ``size`` ranks. ``zero``: further keys of zero_optimization."""
     world, made = World.join(CPU), model()
-    config, given = config_of(stage, {**(RELEASE if stage == 3 else {}), **(zero or {})}), dict[str, Any]()
+    config = config_of(stage, {**(RELEASE if stage == 3 else {}), **(zero or {})})
+    given = dict[str, Any]()
     everyone = ShardGroup.of_all(world)
     configure_group(everyone, communication_options(config))
     if size > 1:

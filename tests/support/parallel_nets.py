@@ -36,7 +36,9 @@ CPU = torch.device("cpu")
 class Feed(nn.Module):
     def __init__(self, width: int = 6, hidden: int = 10) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))

@@ -27,13 +27,17 @@ from lt_zero.step.loss_scale import LossScaleController
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of
 
 CPU = torch.device("cpu")
-VOCABULARY, WIDTH, LENGTH = 14, 6, 5
+VOCABULARY = 14
+WIDTH = 6
+LENGTH = 5
 
 
 class Block(nn.Module):
     def __init__(self, hidden: int = 7, dropout: float = 0.0) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH)
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -162,7 +162,9 @@ def ahead(lab: Lab, config: Config) -> Any:
 
 def flying(lab: Lab, config: Config) -> Any:
     """Reductions that were launched when the first of them is waited for."""
-    engine, seen, land = engine_of(lab, config), [], GradReducer._finish_oldest
+    engine = engine_of(lab, config)
+    seen = []
+    land = GradReducer._finish_oldest
 
     def look(reducer: GradReducer) -> None:
         seen.append(len(reducer._in_flight))

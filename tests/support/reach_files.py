@@ -78,7 +78,9 @@ def walked(lab: Lab, config: Config) -> Any:
 
 def requests(lab: Lab, config: Config) -> Any:
     """How many requests 64 KiB take."""
-    engine, seen, submit = engine_of(lab, config), [], IoPool.submit
+    engine = engine_of(lab, config)
+    seen = []
+    submit = IoPool.submit
     assert engine.offload_manager.optim is not None
 
     def look(pool: IoPool, count: int, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +99,9 @@ def in_flight(lab: Lab, config: Config) -> Any:
     """How many requests of one transfer are worked on at a time, when none of them ends."""
     engine = engine_of(lab, config)
     assert engine.offload_manager.optim is not None
-    lock, release, running = threading.Lock(), threading.Event(), 0
+    lock = threading.Lock()
+    release = threading.Event()
+    running = 0
 
     def move(block: int) -> None:
         nonlocal running

@@ -62,7 +62,9 @@ class Rows(Dataset[Tensor]):
     """Numbered rows; the first element of a row is its number, the others have noise of all three generators."""
 
     def __init__(self, count: int, first: int = 0, noise: float = 0.05) -> None:
-        self.count, self.first, self.noise = count, first, noise
+        self.count = count
+        self.first = first
+        self.noise = noise
 
     def __len__(self) -> int:
         return self.count
@@ -89,7 +91,9 @@ class Numbers(IterableDataset[Tensor]):
     """Rows of unknown number, shared out among ranks and workers."""
 
     def __init__(self, count: int) -> None:
-        self.count, self.rank, self.world = count, _rank(), _ranks()
+        self.count = count
+        self.rank = _rank()
+        self.world = _ranks()
 
     def order(self) -> Sequence[int]:
         return range(self.count)
@@ -201,7 +205,9 @@ class Stateful(DataLoader[Tensor]):
         return copy.deepcopy(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._pass, self._begun, self._loaded = None, False, state
+        self._pass = None
+        self._begun = False
+        self._loaded = state
 
 
 class Reopening(Stateful):
@@ -965,7 +971,9 @@ def differences_of_a_second_resume(name: str, point: str, seconds: Sequence[str]
 
     There "b1" is the first batch after the first resume.
     """
-    case, saver, second = case_of(name, folder), SaveAt(folder, [point]), SaveAt(folder / "second", seconds)
+    case = case_of(name, folder)
+    saver = SaveAt(folder, [point])
+    second = SaveAt(folder / "second", seconds)
     want = fit(case, 1, None, saver)
     begin = len(want["seen"]) - len(fit(case, 2, folder / f"{point}.ckpt", second)["seen"])
     found = [f"{name}: {point} was not reached again" for point in seconds if point not in second.batches]

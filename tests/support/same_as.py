@@ -109,7 +109,9 @@ def compare(base: Path, here: Path, names: Sequence[str], folder: Path) -> dict[
         here: folder with the package that is examined.
         folder: for what runs write.
     """
-    wanted, found, again = folder / "base", folder / "here", folder / "resumed"
+    wanted = folder / "base"
+    found = folder / "here"
+    again = folder / "resumed"
     for place in (wanted, found, again):
         place.mkdir(parents=True)
     train(base, names, wanted, wanted)

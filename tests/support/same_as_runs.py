@@ -27,7 +27,12 @@ from lt_zero import ZeroStrategy
 from lt_zero.attention import Fixed, SparseSelfAttention
 from lt_zero.parallel import Experts, LayerSpec, Pipeline, sequence_attention, token_mean
 
-VOCABULARY, WIDTH, HIDDEN, HEADS, LENGTH, ROWS = 13, 12, 38, 2, 8, 2
+VOCABULARY = 13
+WIDTH = 12
+HIDDEN = 38
+HEADS = 2
+LENGTH = 8
+ROWS = 2
 MICROS = 2  # of a step
 SAVED, LAST = 3, 5  # steps
 # Those that one of the optimizers has. A state that no name reaches is seen in the weights of the next step.
@@ -69,7 +74,9 @@ class Block(nn.Module):
 
     def __init__(self, sparse: bool = False, tiled: bool = False) -> None:
         super().__init__()
-        self.first, self.attention, self.second = nn.LayerNorm(WIDTH), Attention(sparse), nn.LayerNorm(WIDTH)
+        self.first = nn.LayerNorm(WIDTH)
+        self.attention = Attention(sparse)
+        self.second = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, HIDDEN)
         down: Any = lt_zero.TiledLinear if tiled else nn.Linear
         self.down = down(HIDDEN, WIDTH)

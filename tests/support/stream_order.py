@@ -87,7 +87,9 @@ class Feed(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
@@ -128,7 +130,9 @@ class _Saves:
     """
 
     def __init__(self, order: Order, folder: Path, save: Callable[[Saver, str], None]) -> None:
-        self._order, self._folder, self._save = order, folder, save
+        self._order = order
+        self._folder = folder
+        self._save = save
         self._saver = Saver()
         self._gates: dict[int, tuple[threading.Event, Clock]] = {}  # by the id of what is written
 
@@ -169,7 +173,9 @@ class _Saves:
             order.wait(HOST, order.snapshot("writer"))
             return ended
 
-        order, stage, write = self._order, checkpoints.stage, checkpoints.write
+        order = self._order
+        stage = checkpoints.stage
+        write = checkpoints.write
         with (
             mock.patch.object(checkpoints, "stage", staged),
             mock.patch.object(checkpoints, "write", written),
@@ -314,11 +320,9 @@ class _LateSink(Sink):
 def hazards_of_a_foreground_save() -> list[str]:
     """The hazards of tensors that go into a file through two buffers; and whether it has other values in the end."""
     with machine() as order:
-        tensors, sink, ring = (
-            [torch.randn(numel).mul(2.0) for numel in (3, 100, 0, 5, 16)],
-            _LateSink(),
-            StagingRing(64),
-        )
+        tensors = [torch.randn(numel).mul(2.0) for numel in (3, 100, 0, 5, 16)]
+        sink = _LateSink()
+        ring = StagingRing(64)
         for tensor in tensors:
             for part in ring.parts(tensor, sink):
                 sink.write(part.view(torch.uint8))

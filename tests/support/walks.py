@@ -133,7 +133,9 @@ class _Trace(pl.Callback):
     """Traces one step, and a save after it."""
 
     def __init__(self, folder: str) -> None:
-        self.step, self.save, self._folder = Walk(), Walk(), folder
+        self.step = Walk()
+        self.save = Walk()
+        self._folder = folder
         self._open: Any = None
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:

@@ -470,7 +470,9 @@ def renamed(opened: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, st
         opened: the state dict as it was opened; ``state``: as the hooks have left it. Entries are known by their
             values, which a hook that only renames passes on.
     """
-    old, new, left = _names_by_value(opened), _names_by_value(state), {clean_name(name) for name in state}
+    old = _names_by_value(opened)
+    new = _names_by_value(state)
+    left = {clean_name(name) for name in state}
     found: dict[str, str | None] = {}
     for key, names in old.items():
         after = new.get(key, [])

@@ -92,7 +92,8 @@ class LoopLoader:
 
     def _before_batch(self) -> None:
         if self._pending is not None:
-            place, self._pending = self._pending, None
+            place = self._pending
+            self._pending = None
             before = RandomStates.now()
             if self._tells and _is_inside(place):
                 self._position.tell_other_shares(place)

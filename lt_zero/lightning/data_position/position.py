@@ -722,7 +722,8 @@ class LoaderPosition:
     def _opened(self) -> Iterator[Any]:
         """A pass from its begin."""
         assert self.make is not None
-        states, self._of_workers = self._of_workers, None
+        states = self._of_workers
+        self._of_workers = None
         return self._openings.passed(self.make, states) if self._openings is not None else self.make()
 
     def reading(self, states: RandomStates | None) -> None:

@@ -60,7 +60,8 @@ class StepClock(RunObserver):
         self._pause: TimedSpan = NOTHING
 
     def start(self, run: RunSnapshot) -> None:
-        self._world, self._tolerance = run.engine.world, tolerant_sum(run.engine.groups[0])
+        self._world = run.engine.world
+        self._tolerance = tolerant_sum(run.engine.groups[0])
         if self._world.size == 1 and not self._shows_times:
             return
         self._clock = Clock(self._world.device)

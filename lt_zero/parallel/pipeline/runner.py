@@ -107,9 +107,16 @@ class Runner(ProcessLocal):
         first: Callable[[], None] | None = None,
     ) -> None:
         self._alike, self._first_batch = alike, first
-        self.pipeline, self.engine, self._row, self._group = pipeline, engine, row, group
-        self._data_rank, self._data_ranks, self._wanted = data_rank, data_ranks, wanted
-        self._begin, self._weight, self._position = begin, weight, pipeline.position
+        self.pipeline = pipeline
+        self.engine = engine
+        self._row = row
+        self._group = group
+        self._data_rank = data_rank
+        self._data_ranks = data_ranks
+        self._wanted = wanted
+        self._begin = begin
+        self._weight = weight
+        self._position = pipeline.position
         self._forms: OrderedDict[Signature, list[tuple[Form, ...]]] = OrderedDict()  # what each stage returns
         self._schedules: OrderedDict[Signature, Any] = OrderedDict()
         self.batch = _Batch([], None, 1.0, None, False)
@@ -211,10 +218,14 @@ class Runner(ProcessLocal):
 
         Collective.
         """
-        world, ranks, count = self.engine.world, self._data_ranks, signature[1]
+        world = self.engine.world
+        ranks = self._data_ranks
+        count = signature[1]
         mine = zlib.crc32(repr(signature).encode())
         flags = torch.zeros(3 + 2 * ranks, dtype=torch.int64)
-        flags[0], flags[1], flags[2] = signature not in self._forms, count, -count
+        flags[0] = signature not in self._forms
+        flags[1] = count
+        flags[2] = -count
         flags[3 + self._data_rank], flags[3 + ranks + self._data_rank] = mine, _MASK - mine
         world.host_max(flags, "the form of a batch").wait()
         reduces = any(bucket.sharding.grads for bucket in self.engine.buckets)
@@ -325,7 +336,9 @@ class Runner(ProcessLocal):
 
     def _schedule(self, signature: Signature, count: int) -> Any:
         """Torch's schedule for batches of one form."""
-        forms, block, device = self._forms[signature], self._position.block, self.engine.device
+        forms = self._forms[signature]
+        block = self._position.block
+        device = self.engine.device
         stages: list[Any] = []
         for number in self._position.own:
             before = [form.example("meta", True) for form in forms[number - 1]] if number else [torch.zeros(1).long()]

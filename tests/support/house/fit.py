@@ -95,7 +95,8 @@ def loaded_files(package: Path) -> list[str]:
 
 def _rank(rank: int, job: Job, port: int, folder: Path) -> None:
     """Take the fit on one rank, as a launcher would start it; write what this rank has loaded."""
-    here, all_ranks = str(rank), str(RANKS)
+    here = str(rank)
+    all_ranks = str(RANKS)
     os.environ.update(RANK=here, LOCAL_RANK=here, WORLD_SIZE=all_ranks, LOCAL_WORLD_SIZE=all_ranks, GROUP_RANK="0")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="fit")
     only_from(job.package)

@@ -42,7 +42,8 @@ def fits(jobs: Sequence[Job]) -> list[Outcome]:
 def by_part(package: Path, files: Iterable[str]) -> dict[str, Loaded]:
     """What is loaded of each part, the one with the most lines first."""
     paths = files_of(package)
-    modules, lines = Counter[str](), Counter[str]()
+    modules = Counter[str]()
+    lines = Counter[str]()
     for file, part in parts_of(files).items():
         modules[part] += 1
         lines[part] += line_count(paths[file])
