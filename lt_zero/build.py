@@ -36,7 +36,7 @@ from lt_zero.common.module_hooks import is_compiled_by_jit, no_hook
 from lt_zero.common.names import alone
 from lt_zero.common.progress_bar import ProgressBar, progress_bar
 from lt_zero.config import ZeroConfig
-from lt_zero.config.options import communication_options, engine_options, exchange_options, with_sizes
+from lt_zero.config.options import communication_options, engine_options, exchange_options, group_options, with_sizes
 from lt_zero.config.precision import dtype_policy, resolve_mode
 from lt_zero.config.rules import one_bit
 from lt_zero.engine.bucket import Bucket
@@ -170,7 +170,7 @@ def _shard(
     distinct = list(dict.fromkeys([group, *groups.values()]))
     _check_groups(config, distinct)
     for each in distinct:
-        configure_group(each, options.communication)
+        configure_group(each, group_options(config))
     # Parameters that are sharded already have guards, which would intercept each access.
     with ExitStack() as undo, without_torch_function():
         if config.long_sequences.tiles:

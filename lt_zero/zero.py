@@ -19,7 +19,7 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.config.load import examine
-from lt_zero.config.options import communication_options
+from lt_zero.config.options import communication_options, group_options
 from lt_zero.engine.full_params import gathered
 from lt_zero.engine.materialize import ConstructionSharder
 from lt_zero.exchange.choose import configure_group
@@ -101,10 +101,9 @@ class Init:
             with joining(made.communication.link_timeout):
                 init_distributed()
             device = accelerator.default_device()
-            options = communication_options(made)
-            group = ShardGroup.of_all(World.join(device, options))
+            group = ShardGroup.of_all(World.join(device, communication_options(made)))
             if group.size > 1:
-                configure_group(group, options)
+                configure_group(group, group_options(made))
                 self._sharder = ConstructionSharder(group, zero.stage3_param_persistence_threshold)
 
     def _shard(self, module: nn.Module) -> None:

@@ -1,8 +1,7 @@
-"""Options of the ranks: how they connect, which collectives are recorded, how shard groups are made and sum."""
+"""Options of the ranks: how they connect, and which collectives are recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 # Operations that are recorded, by their names in torch.distributed, with other names that users write.
@@ -33,47 +32,14 @@ class RecordedCollectives:
     prints: bool = False
 
 
-def _all_of_them(ranks: int) -> int:
-    return ranks
-
-
-def _none_shared(ranks: int) -> int:
-    return 1
-
-
 @dataclass(frozen=True)
 class CommunicationOptions:
-    """Options of process groups and shard groups.
+    """Options of the connections between ranks.
 
     Attributes:
         link_timeout: seconds for which a link may be cut, or a host not answer, before ranks give each other up.
         compares_collectives: compare each collective across ranks before its launch.
-        topology: dimensions of collectives over several nodes, or "auto".
-        scatters: reduce-scatter gradients; False: all-reduce them, and keep the own shard.
-        shards: returns the number of shards that so many ranks cut tensors into; raises ConfigError.
-        secondary_shards: returns how many of so many ranks share a second copy of the parameters; raises ConfigError.
-        shards_optimizer: optimizer states, at least, are sharded.
-        sums_gradients: reductions return the sum over ranks, not the mean.
-        prescales: divide gradients by the number of ranks before a reduction, not after.
-        predivide_factor: divide gradients by it before a reduction; no effect if it ``prescales``.
-        late_share: share of the ranks whose gradients a sum does not wait for.
-        steps_beside_forward: background steps go on beside the next forward.
     """
 
     link_timeout: float = 120.0
     compares_collectives: bool = False
-    topology: str | int = "auto"
-    scatters: bool = True
-    shards: Callable[[int], int] = _all_of_them
-    secondary_shards: Callable[[int], int] = _none_shared
-    shards_optimizer: bool = False
-    sums_gradients: bool = False
-    prescales: bool = False
-    predivide_factor: float = 1.0
-    late_share: float = 0.0
-    steps_beside_forward: bool = False
-
-    @property
-    def predivides(self) -> bool:
-        """True if gradients are divided by ``predivide_factor`` before a reduction."""
-        return not self.prescales and self.predivide_factor != 1.0

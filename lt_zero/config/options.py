@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from torch.nn import Parameter
 from lt_zero.comm.options import CommunicationOptions, RecordedCollectives
 from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.codec import Codec
+from lt_zero.common.fields import Block
 from lt_zero.common.names import OfRanks, alone
 from lt_zero.config.auto import resolve_sizes
 from lt_zero.config.blocks import Aio, CommsLogger, GradientCompressionBlock, Schema
@@ -25,6 +28,7 @@ from lt_zero.exchange.plan import (
     SIGNS,
     ExchangeKind,
     ExchangeOptions,
+    GroupOptions,
     matching_parameters,
     none_sent_dense,
     tables_and_vectors,
@@ -34,13 +38,13 @@ from lt_zero.ops.codecs import TWO_BITS, TopK
 from lt_zero.ops.moments import moments_in
 from lt_zero.ops.nf4 import RESTING
 
+_Options = TypeVar("_Options", LeafModules, StatesOffload, ParamsOffload)
 _INTERVAL = 16  # steps between two exchanges at last; default of ZeroOneAdam's local_step_clipper
 
 
 def engine_options(config: Schema, dtypes: DtypePolicy) -> EngineOptions:
     """The options of an engine; ``dtypes``: from ``dtype_policy``."""
     zero = config.zero_optimization
-    leaf = config.zero_optimization.leaf_module
     states = zero.offload_optimizer
     params = zero.param_offload
     return EngineOptions(
@@ -58,29 +62,15 @@ def engine_options(config: Schema, dtypes: DtypePolicy) -> EngineOptions:
         model_persistence_threshold=zero.stage3_model_persistence_threshold,
         allowed_param_types=zero.zero_allowed_param_types,
         force_param_types=zero.zero_force_param_types,
-        leaf_modules=LeafModules(leaf.classes, leaf.names, leaf.name_suffixes),
+        leaf_modules=_copied(LeafModules, zero.leaf_module),
         max_live_parameters=zero.stage3_max_live_parameters,
         max_reuse_distance=zero.stage3_max_reuse_distance,
         prefetch_bucket_size=zero.stage3_prefetch_bucket_size,
-        offload_states=StatesOffload(
-            device=states.device,
-            nvme_path=states.nvme_path,
-            ratio=states.ratio,
-            buffer_count=states.buffer_count,
-            pipeline_read=states.pipeline_read,
-            pipeline_write=states.pipeline_write,
-            overlap_step=states.overlap_step,
-        ),
-        offload_params=ParamsOffload(
-            device=params.device,
-            nvme_path=params.nvme_path,
-            buffer_count=params.buffer_count,
-            buffer_size=params.buffer_size,
-            max_in_cpu=params.max_in_cpu,
-        ),
+        offload_states=_copied(StatesOffload, states),
+        offload_params=_copied(ParamsOffload, params),
         pin_memory=states.pin_memory and params.pin_memory,
         files=io_options(config.aio),
-        communication=communication_options(config),
+        predivides=group_options(config).predivides,
         moments=moments_in(dtypes.moments) if dtypes.moments is not None else None,
         resting=RESTING[config.quantize] if config.quantize is not None else None,
         sent_dense=_sent_dense(config),
@@ -88,11 +78,14 @@ def engine_options(config: Schema, dtypes: DtypePolicy) -> EngineOptions:
 
 
 def communication_options(config: Schema) -> CommunicationOptions:
-    """The options of process groups and shard groups."""
+    """The options of the connections between ranks."""
+    return CommunicationOptions(config.communication.link_timeout, config.zero_optimization.enable_sanity_checks)
+
+
+def group_options(config: Schema) -> GroupOptions:
+    """The options of the groups over which buckets are sharded."""
     zero = config.zero_optimization
-    return CommunicationOptions(
-        link_timeout=config.communication.link_timeout,
-        compares_collectives=zero.enable_sanity_checks,
+    return GroupOptions(
         topology=config.communication.topology,
         scatters=zero.reduce_scatter,
         shards=zero.shards,
@@ -172,3 +165,8 @@ def _sent_dense(config: Schema) -> Callable[[nn.Module], set[Parameter]] | None:
     if block.exclude != "auto":
         return partial(matching_parameters, patterns=block.exclude)
     return tables_and_vectors if block.algorithm == "1bit" else none_sent_dense
+
+
+def _copied(options: type[_Options], block: Block) -> _Options:
+    """Options whose fields have the names of keys of ``block``."""
+    return options(**{field.name: getattr(block, field.name) for field in fields(options)})

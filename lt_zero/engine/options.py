@@ -10,7 +10,6 @@ from typing import Literal
 from torch import nn
 from torch.nn import Parameter
 
-from lt_zero.comm.options import CommunicationOptions
 from lt_zero.common.codec import RestingCodec
 from lt_zero.common.moment_form import MomentForm
 from lt_zero.engine.dtypes import DtypePolicy
@@ -103,7 +102,7 @@ class EngineOptions:
         offload_params: of parameters; off below stage 3.
         pin_memory: pin host memory if there is an accelerator.
         files: how files are read and written.
-        communication: of the ranks.
+        predivides: gradients are divided by a factor before a reduction.
         moments: form in which element-wise states of the optimizer are kept; None: as the step computes them.
         resting: codec in which sharded weights that are not trained rest; None: they rest as they are.
         sent_dense: returns the parameters of a module whose gradients are never sent compressed; None: all are sent as
@@ -132,7 +131,7 @@ class EngineOptions:
     offload_params: ParamsOffload
     pin_memory: bool
     files: IoOptions
-    communication: CommunicationOptions
+    predivides: bool
     moments: MomentForm | None
     resting: RestingCodec | None
     sent_dense: Callable[[nn.Module], set[Parameter]] | None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from lt_zero.comm.options import CommunicationOptions
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.engine.bucket import GatherStrategy
 from lt_zero.engine.exchange import GradientExchange, PlainExchange
@@ -15,14 +14,14 @@ from lt_zero.exchange.compressed_momentum import CompressedMomentum
 from lt_zero.exchange.gradient_compression import GradientCompression
 from lt_zero.exchange.late_ranks import TolerantExchange, tolerant_sum, tolerate
 from lt_zero.exchange.local_steps import LocalSteps
-from lt_zero.exchange.plan import ExchangeKind, ExchangePlan
+from lt_zero.exchange.plan import ExchangeKind, ExchangePlan, GroupOptions
 from lt_zero.exchange.quantized import EncodedUpdates, RestingGather
 from lt_zero.exchange.zero_plus_plus import QuantizedGradients, ZeroPlusPlusGather, connect_second_copies
 
 log = logging.getLogger("lt_zero")
 
 
-def configure_group(group: ShardGroup, options: CommunicationOptions) -> None:
+def configure_group(group: ShardGroup, options: GroupOptions) -> None:
     """Let ``group`` shard, gather and reduce as the options say. Before anything is sharded. Collective.
 
     Raises:

@@ -144,7 +144,7 @@ class GradientCompression(PlainExchange):
     def __init__(self, peers: ShardGroup, plan: ExchangePlan, warmup: int = 0) -> None:
         super().__init__(peers)
         assert plan.codec is not None
-        sums = use_compression(peers, plan.codec, plan.hierarchical)
+        sums = use_compression(peers, plan.codec, plan.asked.hierarchical)
         assert sums is not None
         self.sums = sums
         self._warmup = warmup

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 from fnmatch import fnmatchcase
@@ -65,24 +65,62 @@ class ExchangeOptions:
 
 
 @dataclass(frozen=True)
+class GroupOptions:
+    """Options of the groups of ranks over which buckets are sharded.
+
+    Attributes:
+        topology: dimensions of collectives over several nodes, or "auto".
+        scatters: reduce-scatter gradients; False: all-reduce them, and keep the own shard.
+        shards: returns the number of shards that so many ranks cut tensors into; raises ConfigError.
+        secondary_shards: returns how many of so many ranks share a second copy of the parameters; raises ConfigError.
+        shards_optimizer: optimizer states, at least, are sharded.
+        sums_gradients: reductions return the sum over ranks, not the mean.
+        prescales: divide gradients by the number of ranks before a reduction, not after.
+        predivide_factor: divide gradients by it before a reduction; no effect if it ``prescales``.
+        late_share: share of the ranks whose gradients a sum does not wait for.
+        steps_beside_forward: background steps go on beside the next forward.
+    """
+
+    topology: str | int
+    scatters: bool
+    shards: Callable[[int], int]
+    secondary_shards: Callable[[int], int]
+    shards_optimizer: bool
+    sums_gradients: bool
+    prescales: bool
+    predivide_factor: float
+    late_share: float
+    steps_beside_forward: bool
+
+    @property
+    def predivides(self) -> bool:
+        """True if gradients are divided by ``predivide_factor`` before a reduction."""
+        return not self.prescales and self.predivide_factor != 1.0
+
+
+@dataclass(frozen=True)
 class ExchangePlan:
     """Plan of the exchange of gradients between the ranks of an engine.
 
     Attributes:
-        asked: what it was planned by.
-        kind: which exchange; ``PLAIN`` where there is nothing to do for the one that was asked for.
-        codec: encodes gradients with error feedback; None: it does not.
-        hierarchical: between nodes only.
+        asked: the options by which it was planned.
+        kind: of the exchange; ``PLAIN`` where there is nothing to do for the one that was asked for.
         keeps: steps may be skipped, so residuals are copied.
-        interval: steps between two exchanges at last.
     """
 
     asked: ExchangeOptions
     kind: ExchangeKind
-    codec: Codec | None = None
-    hierarchical: bool = False
     keeps: bool = False
-    interval: int = 1
+
+    @property
+    def codec(self) -> Codec | None:
+        """The codec that encodes gradients with error feedback; None: they are not encoded so."""
+        return self.asked.codec if self.kind is self.asked.kind else None
+
+    @property
+    def interval(self) -> int:
+        """Steps between two exchanges at last."""
+        return self.asked.interval if self.kind is self.asked.kind else 1
 
     def compression(self, bucket: BucketPlan, group: GroupFacts) -> CompressionPlan | None:
         """Plan the compression of a bucket's gradients over ``group``, its ranks; None: they are sent in full."""
@@ -90,7 +128,7 @@ class ExchangePlan:
             return plan_quantized_sums(group.nodes, GRADIENTS, GRADIENTS_INSIDE)
         if self.codec is None or not bucket.compresses:
             return None
-        return plan_compression(group.nodes, self.codec, self.hierarchical)
+        return plan_compression(group.nodes, self.codec, self.asked.hierarchical)
 
     def everywhere(self, is_cut: bool) -> bool:
         """True if all ranks need all elements of the mean of a bucket; ``is_cut``: each has a shard of it."""
@@ -143,7 +181,7 @@ def plan_exchange(asked: ExchangeOptions, plan: EnginePlan, skips_steps: bool, g
         return ExchangePlan(asked, asked.kind)
     if plan_compression(group.nodes, asked.codec, asked.hierarchical) is None:
         return plain  # there is one rank, or one node
-    return ExchangePlan(asked, asked.kind, asked.codec, asked.hierarchical, skips_steps, asked.interval)
+    return ExchangePlan(asked, asked.kind, keeps=skips_steps)
 
 
 def plan_codecs(

@@ -48,7 +48,7 @@ from lt_zero.common.units import format_bytes
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import SequenceParallel
-from lt_zero.config.options import communication_options
+from lt_zero.config.options import group_options
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.same_on_ranks import Snapshot, compare, described, model_facts
 from lt_zero.exchange.choose import configure_group
@@ -363,7 +363,7 @@ class ParallelMesh:
             self._share(set(pipeline.shared.values()) if pipeline is not None else set())
         # ``configure`` is collective, so all ranks call it for every group, whatever parameters they have in it.
         of_experts = self._experts.same if self._experts is not None else None
-        options = communication_options(config)
+        options = group_options(config)
         for each in (group, self.peers, self._cut, of_experts, *self._shared.values()):
             if each is not None:
                 configure_group(each, options)

@@ -25,7 +25,7 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face, check_same, tell_without_effect
-from lt_zero.config.options import communication_options
+from lt_zero.config.options import communication_options, group_options
 from lt_zero.engine.dtypes import DtypePolicy
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import sync_buffers
@@ -168,13 +168,12 @@ class Session:
         count_run()
         new = self.known is None
         if new:
-            communication = communication_options(config)
-            world = World.join(device, communication, timeout, node, new_log)
+            world = World.join(device, communication_options(config), timeout, node, new_log)
             first(world)
             group = ShardGroup.of_all(world)
             check_same(config, world.host_gather)
             tell_without_effect(config, self.face, world.rank)
-            configure_group(group, communication)
+            configure_group(group, group_options(config))
             self.mesh, self.known = mesh_of(config, world), group
             if self.mesh is not None:
                 self.mesh.share_generators()

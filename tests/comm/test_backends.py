@@ -25,7 +25,7 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator, compat
 from lt_zero.config import ZeroConfig
-from lt_zero.config.options import communication_options
+from lt_zero.config.options import group_options
 from lt_zero.exchange.choose import configure_group
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from lt_zero.planning.communicators import communicators
@@ -252,7 +252,7 @@ def splits(can: bool) -> Iterator[list[str]]:
 def _groups(group: ShardGroup) -> list[list[int]]:
     """The ranks of the groups that are made at start-up."""
     config = ZeroConfig.of({"zero_optimization": {"stage": 3, "mics_shard_size": 8}})
-    configure_group(group, communication_options(config))
+    configure_group(group, group_options(config))
     group.allow_background()
     return [dist.get_process_group_ranks(found) for found in group.world.process_groups]
 
@@ -370,7 +370,7 @@ def _communicators(sizes: dict[str, int], zero: dict[str, Any] | None = None) ->
             groups += [mesh.peers, mesh._cut, mesh._experts.same if mesh._experts is not None else None]
         for group in groups:
             if group is not None:
-                configure_group(group, communication_options(config))
+                configure_group(group, group_options(config))
         assert world.communicators == Communicators(len(made), 3 * len(made) << 20)
         return Counter([world.size, *map(dist.get_world_size, made)])  # the world's own was connected before
 

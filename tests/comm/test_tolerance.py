@@ -22,7 +22,7 @@ from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.tolerance import TolerantSum, tolerance_of
 from lt_zero.comm.transport import Mesh
 from lt_zero.comm.world import World
-from lt_zero.config.options import communication_options
+from lt_zero.config.options import group_options
 from lt_zero.engine.engine import Engine
 from lt_zero.exchange.choose import configure_group
 from lt_zero.exchange.late_ranks import tolerant_sum
@@ -37,7 +37,7 @@ SIZES = {"large": 700_001, "small": 5}  # several pieces; fewer elements than a 
 def _group(share: float) -> ShardGroup:
     group = ShardGroup.of_all(World.join(torch.device("cpu")))
     config = ZeroConfig.of(config_of(0, communication={"slow_node_tolerance": share}))
-    configure_group(group, communication_options(config))
+    configure_group(group, group_options(config))
     return group
 
 

@@ -18,6 +18,7 @@ from lt_zero.config.options import (
     communication_options,
     engine_options,
     exchange_options,
+    group_options,
     io_options,
     recorded_collectives,
 )
@@ -92,28 +93,29 @@ FIELDS: dict[str, tuple[dict[str, Any], Any]] = {
     "files.block_size": ({"aio": {"block_size": 8192}}, 8192),
     "files.queue_depth": ({"aio": {"queue_depth": 5}}, 5),
     "files.checksum": ({"aio": {"checksum": True}}, True),
-    "communication.link_timeout": ({"communication": {"link_timeout": 30}}, 30.0),
-    "communication.compares_collectives": (_zero(enable_sanity_checks=True), True),
-    "communication.topology": ({"communication": {"topology": 2}}, 2),
-    "communication.scatters": (_zero(reduce_scatter=False), False),
-    "communication.shards_optimizer": (_zero(stage=1), True),
-    "communication.sums_gradients": ({"gradient_allreduce_op": "sum"}, True),
-    "communication.prescales": ({"prescale_gradients": True}, True),
-    "communication.predivide_factor": ({"gradient_predivide_factor": 4}, 4.0),
-    "communication.late_share": ({"communication": {"slow_node_tolerance": 0.25}}, 0.25),
-    "communication.steps_beside_forward": (_states(overlap_step=True), True),
     "moments": ({"optimizer_states": {"dtype": "bf16"}}, moments_in(torch.bfloat16)),
+    "predivides": ({"gradient_predivide_factor": 4}, True),
     "resting": (_zero(stage=3) | {"quantize": 4}, NF4),
 }
 # Those that are functions, or objects with tests of their own.
-APART = {"dtypes", "sent_dense", "communication.shards", "communication.secondary_shards"}
+APART = {"dtypes", "sent_dense"}
+OF_GROUPS: dict[str, tuple[dict[str, Any], Any]] = {
+    "topology": ({"communication": {"topology": 2}}, 2),
+    "scatters": (_zero(reduce_scatter=False), False),
+    "shards_optimizer": (_zero(stage=1), True),
+    "sums_gradients": ({"gradient_allreduce_op": "sum"}, True),
+    "prescales": ({"prescale_gradients": True}, True),
+    "predivide_factor": ({"gradient_predivide_factor": 4}, 4.0),
+    "late_share": ({"communication": {"slow_node_tolerance": 0.25}}, 0.25),
+    "steps_beside_forward": (_states(overlap_step=True), True),
+}
 
 
 def _values(options: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for field in fields(options):
         name = prefix + field.name
         value = getattr(options, field.name)
-        if is_dataclass(value) and name in (STATES, PARAMS, LEAF, "files", "communication"):
+        if is_dataclass(value) and name in (STATES, PARAMS, LEAF, "files"):
             yield from _values(value, f"{name}.")
         else:
             yield name, value
@@ -127,12 +129,18 @@ def test_each_option_is_that_of_its_key() -> None:
         assert dict(_values(_engine(keys)))[name] == value, name
 
 
+def test_each_option_of_a_group_is_that_of_its_key() -> None:
+    defaults = dict(_values(group_options(ZeroConfig())))
+    assert defaults.keys() == OF_GROUPS.keys() | {"shards", "secondary_shards"}
+    for name, (keys, value) in OF_GROUPS.items():
+        assert defaults[name] != value, name
+        assert dict(_values(group_options(ZeroConfig.of(keys))))[name] == value, name
+
+
 def test_options_without_a_configuration_are_those_of_an_empty_one() -> None:
-    mine = dict(_values(CommunicationOptions()))
-    others = dict(_values(communication_options(ZeroConfig())))
-    for name in ("shards", "secondary_shards"):
-        assert mine.pop(name)(6) == others.pop(name)(6), name
-    assert mine == others
+    assert CommunicationOptions() == communication_options(ZeroConfig())
+    changed = {"communication": {"link_timeout": 30}, "zero_optimization": {"enable_sanity_checks": True}}
+    assert communication_options(ZeroConfig.of(changed)) == CommunicationOptions(30.0, True)
     everything = {"enabled": True, "debug": True}
     assert recorded_collectives(ZeroConfig.of({"comms_logger": everything}).comms_logger) == RecordedCollectives()
 
@@ -160,19 +168,19 @@ def test_one_request_at_a_time() -> None:
 
 
 def test_shards_of_groups() -> None:
-    options = communication_options(ZeroConfig.of(_zero(stage=3, mics_shard_size=2, zero_hpz_partition_size=1)))
+    options = group_options(ZeroConfig.of(_zero(stage=3, mics_shard_size=2, zero_hpz_partition_size=1)))
     assert options.shards(6) == 2
     with pytest.raises(ConfigError, match="mics_shard_size=2 does not divide the 5 ranks"):
         options.shards(5)
-    second = communication_options(ZeroConfig.of(_zero(stage=3, zero_hpz_partition_size=2)))
+    second = group_options(ZeroConfig.of(_zero(stage=3, zero_hpz_partition_size=2)))
     assert second.secondary_shards(4) == 2
 
 
 def test_prescaling_comes_before_a_factor() -> None:
     factor = {"gradient_predivide_factor": 4}
-    assert communication_options(ZeroConfig.of(factor)).predivides
-    assert not communication_options(ZeroConfig.of(factor | {"prescale_gradients": True})).predivides
-    assert not communication_options(ZeroConfig()).predivides
+    assert group_options(ZeroConfig.of(factor)).predivides
+    assert not group_options(ZeroConfig.of(factor | {"prescale_gradients": True})).predivides
+    assert not group_options(ZeroConfig()).predivides
 
 
 def test_weights_rest_in_the_codec_of_their_bits() -> None:

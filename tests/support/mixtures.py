@@ -19,7 +19,7 @@ from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_name
 from lt_zero.checkpoint.native.save import bundle, make_directory, write
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
-from lt_zero.config.options import communication_options
+from lt_zero.config.options import group_options
 from lt_zero.engine.engine import Engine
 from lt_zero.exchange.choose import configure_group
 from lt_zero.parallel import Experts
@@ -149,7 +149,7 @@ def start(
     config = config_of(stage, {**(RELEASE if stage == 3 else {}), **(zero or {})})
     given = dict[str, Any]()
     everyone = ShardGroup.of_all(world)
-    configure_group(everyone, communication_options(config))
+    configure_group(everyone, group_options(config))
     if size > 1:
         mesh = ParallelMesh(ParallelSizes(world.size, expert=size), world)
         mesh.cut(made, config)

@@ -30,7 +30,7 @@ from lt_zero.checkpoint.native.save import Bundle
 from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.comm.world import World
 from lt_zero.common import accelerator
-from lt_zero.config.options import communication_options
+from lt_zero.config.options import group_options
 from lt_zero.config.precision import dtype_policy
 from lt_zero.engine.lazy_tensor import Fragment
 from lt_zero.exchange.choose import configure_group
@@ -277,7 +277,7 @@ def hazards(run: Run, folder: Path | None = None) -> list[str]:
             world = World(stack.enter_context(streams(order)), CPU)
             world.nodes = [part.tolist() for part in torch.arange(world.size).chunk(run.nodes)]
             group = ShardGroup.of_all(world)
-            configure_group(group, communication_options(config))
+            configure_group(group, group_options(config))
         _train(run, config, group, order, folder)
     assert order.works > 500, "the device has done nothing"
     assert len(order.clocks) > 2 or run.stage == 0, "nothing ran beside the computation"
