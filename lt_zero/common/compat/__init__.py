@@ -296,10 +296,14 @@ def await_collective(value: Any) -> None:
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's caches per operation: a mesh that equals an earlier one would get that one's groups."""
+    """Empty DTensor's caches: a mesh that equals an earlier one would get that one's groups, which they keep alive."""
+    from torch.distributed.tensor import _collective_utils, _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 @contextmanager
