@@ -125,7 +125,7 @@ docs: $(DOCS_STAMP) ## Write docs/config.md from the schema and the table of key
 
 # The wheel in a clean environment, kept in COMPAT. Another Python: PYTHON=~/.pyenv/versions/3.12.1/bin/python. Other
 # versions than PINS says: WITH="torch==2.11.0 lightning==2.6.0"; the newest that pip finds: PINS=/dev/null. As on a machine
-# without a compiler: COMPILER=none. Some of the tests, in how many processes: TESTS="tests/config tests/ops" JOBS=1.
+# without a compiler: COMPILER=none. Some of the tests, in how many processes: TESTS="tests/config tests/kernels" JOBS=1.
 WITH ?=
 PINS ?= constraints.txt
 COMPILER ?=
@@ -153,7 +153,7 @@ compat-peers: ## Run the slow tests of libraries that drive DeepSpeed (transform
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt -e ".[dev]" -r constraints-peers.txt
 	$(PEERS)/bin/python -m pytest -m slow --timeout 1200 tests/deepspeed tests/regressions/test_torchao.py tests/test_ray.py \
-		tests/engine/test_compiled_transformers.py
+		tests/core/engine/test_compiled_transformers.py
 
 PROGRAMS ?= build/programs
 

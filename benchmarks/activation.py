@@ -79,8 +79,8 @@ class Lab:
 
     def run(self, case: Case, work: Callable[[Any], None]) -> None:
         """Do something with the model while it is checkpointed as the case says."""
-        from lt_zero.activation.checkpointing import Checkpointing, find_modules, open_store
         from lt_zero.config.blocks import ActivationCheckpointing
+        from lt_zero.features.activation_checkpointing.checkpointing import Checkpointing, find_modules, open_store
 
         block = ActivationCheckpointing(**case.block | ({"nvme_path": self.path} if "nvme_path" in case.block else {}))
         if block.mode == "none":

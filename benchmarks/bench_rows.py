@@ -25,7 +25,7 @@ import step_time
 from bench_report import STEP, STEP_BESIDE_DEEPSPEED
 from measuring import Rounds, child, interleaved, scratch, timed
 
-from lt_zero.ops import library
+from lt_zero.kernels import library
 
 
 class LeftOut(Exception):

@@ -32,7 +32,7 @@ from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import PendingDirectory
 from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.checkpoint.native.save import Bundle, stage, write
-from lt_zero.comm.world import World
+from lt_zero.core.comm.world import World
 
 MIB = 1 << 20
 State = dict[str, Tensor]

@@ -28,7 +28,7 @@ from measuring import child, give, memory
 
 import lt_zero
 from lt_zero.config.precision import dtype_policy
-from lt_zero.engine.storage_plan import DEVICE, HOST
+from lt_zero.core.engine.storage_plan import DEVICE, HOST
 
 KEY = "largest model, with offload / without"
 SPARE_MIB = {"cuda": 256, "cpu": 64}  # what no forecast has: activations, workspaces, threads

@@ -39,10 +39,10 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero import ops
 from lt_zero.config.precision import dtype_policy
-from lt_zero.engine.storage_plan import DEVICE, HOST
+from lt_zero.core.engine.storage_plan import DEVICE, HOST
+from lt_zero.features.quantize.nf4 import NF4
+from lt_zero.kernels.moments import coded_nbytes
 from lt_zero.offload import host_store
-from lt_zero.ops.moments import coded_nbytes
-from lt_zero.ops.nf4 import NF4
 from lt_zero.planning.check import measured
 
 

@@ -74,7 +74,7 @@ def parts_of(device: str, limit: float = LIMIT_S) -> dict[str, list[Step]]:
         attention = ("--lengths", "1024")
         activation = ("--depth", "4", "--rounds", "1")
     paths = {
-        "kernels": ("tests/ops", "tests/gpu/test_attention.py"),
+        "kernels": ("tests/kernels", "tests/gpu/test_attention.py"),
         "engine": (
             "tests/gpu/test_accelerator.py",
             "tests/gpu/test_engine.py",
@@ -83,7 +83,7 @@ def parts_of(device: str, limit: float = LIMIT_S) -> dict[str, list[Step]]:
         ),
         "nccl": ("tests/gpu/test_nccl.py",),
         "states": ("tests/gpu/test_fewer_bits.py", "tests/gpu/test_moved_states.py"),
-        "offload": ("tests/offload", "tests/activation"),
+        "offload": ("tests/offload", "tests/features/activation_checkpointing"),
         "trainer": ("tests/gpu/test_trainer.py",),
     }
     found = {}

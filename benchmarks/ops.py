@@ -33,11 +33,11 @@ from measuring import Rounds, cpu_name, finish, give, interleaved, markdown, tim
 from torch import Tensor
 
 from lt_zero import ops
-from lt_zero.ops import library
-from lt_zero.ops.moments import BLOCK, coded_nbytes
-from lt_zero.ops.places import ElementPlace, place_table
-from lt_zero.ops.rounding import ElementRows
-from lt_zero.ops.sparsify import pack_sparse
+from lt_zero.kernels import library
+from lt_zero.kernels.moments import BLOCK, coded_nbytes
+from lt_zero.kernels.places import ElementPlace, place_table
+from lt_zero.kernels.rounding import ElementRows
+from lt_zero.kernels.sparsify import pack_sparse
 from lt_zero.optim import Lamb, Lion
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "step": 5}

@@ -348,8 +348,8 @@ class Staged(nn.Module):
 def sharded_on_mesh(job: Job, model: GPT, config: Any, policy: Any) -> tuple[nn.Module, Any]:
     """The model of this rank on a mesh of pipeline, data and tensor ranks, and its engine."""
     import lt_zero
-    from lt_zero.comm.shard_group import ShardGroup
-    from lt_zero.comm.world import World
+    from lt_zero.core.comm.shard_group import ShardGroup
+    from lt_zero.core.comm.world import World
     from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
     from lt_zero.parallel.pipeline.position import Position, at
 

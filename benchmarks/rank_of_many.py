@@ -37,11 +37,11 @@ from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.chunks import meeting
 from lt_zero.checkpoint.native.directory import MANIFEST, Manifest
 from lt_zero.checkpoint.native.plan import BoxesByName, divide, part_of
-from lt_zero.comm.ranks import Ranks
 from lt_zero.common.boxes import Box, cut_range
-from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.engine import Engine
-from lt_zero.io.checked_file import STEP, FileRecord
+from lt_zero.core.comm.ranks import Ranks
+from lt_zero.core.engine.bucket import Bucket
+from lt_zero.core.engine.engine import Engine
+from lt_zero.core.stores.checked_file import STEP, FileRecord
 from lt_zero.parallel import LayerSpec
 from lt_zero.parallel.pipeline.module import PipelineModule
 

@@ -118,7 +118,13 @@ class Forked:
     ) -> None:
         context = get_context("forkserver")
         context.set_forkserver_preload(
-            ["torch._dynamo", "torch.distributed.fsdp", "lt_zero.build", "lt_zero.step.sharded_optimizer", "step_time"]
+            [
+                "torch._dynamo",
+                "torch.distributed.fsdp",
+                "lt_zero.training.build",
+                "lt_zero.core.step.sharded_optimizer",
+                "step_time",
+            ]
         )
         connections = [Connection(os.dup(descriptor)) for descriptor in pass_fds]
         self._process = context.Process(target=_forked, args=(connections[0], env, stdout.name), daemon=True)

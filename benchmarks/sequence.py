@@ -36,8 +36,8 @@ from measuring import cpu_name, finish, interleaved, markdown, ratio, versions
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lt_zero.comm.sequence import SequenceGroup
-from lt_zero.comm.world import World
+from lt_zero.core.comm.sequence import SequenceGroup
+from lt_zero.core.comm.world import World
 from lt_zero.parallel import SequenceRanks, sequence_attention, to_zigzag
 from lt_zero.parallel.sequence.ranks import use
 

@@ -31,12 +31,12 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ZeroConfig
-from lt_zero.build import built_by
-from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
+from lt_zero.core.engine.storage_plan import DEVICE, HOST, NVME
 from lt_zero.offload import host_store
 from lt_zero.planning.check import RESTING, measured, setup_of
 from lt_zero.planning.forecast import STATES, Forecast, forecast
 from lt_zero.planning.state_dtypes import CHOICES, StateDtypes
+from lt_zero.training.build import built_by
 
 WORLD, MIB = 2, 2**20
 STEPS = 4  # as many as there are send buffers, which take turns: adapters are one bucket

@@ -13,42 +13,42 @@ from typing import TYPE_CHECKING, Any
 from lt_zero.common.errors import BLOCK_CHECKS
 
 if TYPE_CHECKING:
-    from lt_zero.build import shard as shard
     from lt_zero.checkpoint.export import export as export
     from lt_zero.checkpoint.last import last_checkpoint as last_checkpoint
-    from lt_zero.comm.process_groups import init_distributed as init_distributed
     from lt_zero.common.errors import CheckpointError as CheckpointError
     from lt_zero.config import ConfigError as ConfigError
     from lt_zero.config import ZeroConfig as ZeroConfig
     from lt_zero.config.blocks import ActivationCheckpointing as ActivationCheckpointing
+    from lt_zero.core.comm.process_groups import init_distributed as init_distributed
+    from lt_zero.core.engine.full_params import gathered as gathered
+    from lt_zero.core.engine.materialize import empty_weights as empty_weights
+    from lt_zero.core.engine.uneven_forwards import synced as synced
+    from lt_zero.core.step.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from lt_zero.deepspeed.install import as_deepspeed as as_deepspeed
-    from lt_zero.engine.full_params import gathered as gathered
-    from lt_zero.engine.materialize import empty_weights as empty_weights
-    from lt_zero.engine.uneven_forwards import synced as synced
+    from lt_zero.features.ema.callback import EMA as EMA
+    from lt_zero.features.tiles.head import loss_head as loss_head
+    from lt_zero.features.tiles.linear import TiledLinear as TiledLinear
+    from lt_zero.features.tiles.loss import tiled_cross_entropy as tiled_cross_entropy
+    from lt_zero.features.tiles.tokens import tiled as tiled
     from lt_zero.inference import inference as inference
-    from lt_zero.lightning.ema import EMA as EMA
-    from lt_zero.lightning.fabric import FabricZeroStrategy as FabricZeroStrategy
-    from lt_zero.lightning.load import load_from_checkpoint as load_from_checkpoint
-    from lt_zero.lightning.one_package import as_pytorch_lightning as as_pytorch_lightning
-    from lt_zero.lightning.precision import ZeroPrecision as ZeroPrecision
-    from lt_zero.lightning.strategy import ZeroStrategy as ZeroStrategy
-    from lt_zero.loop.access import full_grad as full_grad
-    from lt_zero.loop.access import full_master as full_master
-    from lt_zero.loop.access import full_state as full_state
-    from lt_zero.loop.access import set_full_grad as set_full_grad
-    from lt_zero.loop.access import set_full_master as set_full_master
-    from lt_zero.loop.access import set_full_state as set_full_state
-    from lt_zero.loop.engine import TrainingEngine as TrainingEngine
-    from lt_zero.loop.initialize import initialize as initialize
     from lt_zero.planning import NotEnoughMemory as NotEnoughMemory
     from lt_zero.planning import Sizes as Sizes
     from lt_zero.planning import estimate_activations as estimate_activations
     from lt_zero.planning.estimate import estimate as estimate  # not of the package: there mypy takes it for the module
-    from lt_zero.step.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
-    from lt_zero.tiles.head import loss_head as loss_head
-    from lt_zero.tiles.linear import TiledLinear as TiledLinear
-    from lt_zero.tiles.loss import tiled_cross_entropy as tiled_cross_entropy
-    from lt_zero.tiles.tokens import tiled as tiled
+    from lt_zero.training.build import shard as shard
+    from lt_zero.training.lightning.fabric import FabricZeroStrategy as FabricZeroStrategy
+    from lt_zero.training.lightning.load import load_from_checkpoint as load_from_checkpoint
+    from lt_zero.training.lightning.one_package import as_pytorch_lightning as as_pytorch_lightning
+    from lt_zero.training.lightning.precision import ZeroPrecision as ZeroPrecision
+    from lt_zero.training.lightning.strategy import ZeroStrategy as ZeroStrategy
+    from lt_zero.training.loop.access import full_grad as full_grad
+    from lt_zero.training.loop.access import full_master as full_master
+    from lt_zero.training.loop.access import full_state as full_state
+    from lt_zero.training.loop.access import set_full_grad as set_full_grad
+    from lt_zero.training.loop.access import set_full_master as set_full_master
+    from lt_zero.training.loop.access import set_full_state as set_full_state
+    from lt_zero.training.loop.engine import TrainingEngine as TrainingEngine
+    from lt_zero.training.loop.initialize import initialize as initialize
     from lt_zero.utils import add_config_arguments as add_config_arguments
     from lt_zero.utils import safe_get_full_fp32_param as safe_get_full_fp32_param
     from lt_zero.utils import safe_get_full_grad as safe_get_full_grad
@@ -72,35 +72,35 @@ _MODULES = {
     "ActivationCheckpointing": "config.blocks",
     "CheckpointError": "common.errors",
     "ConfigError": "config",
-    "EMA": "lightning.ema",
-    "FabricZeroStrategy": "lightning.fabric",
+    "EMA": "features.ema.callback",
+    "FabricZeroStrategy": "training.lightning.fabric",
     "GatheredParameters": "zero",
     "Init": "zero",
     "NotEnoughMemory": "planning",
-    "ShardedOptimizer": "step.sharded_optimizer",
+    "ShardedOptimizer": "core.step.sharded_optimizer",
     "Sizes": "planning",
-    "TiledLinear": "tiles.linear",
-    "TrainingEngine": "loop.engine",
+    "TiledLinear": "features.tiles.linear",
+    "TrainingEngine": "training.loop.engine",
     "ZeroConfig": "config",
-    "ZeroPrecision": "lightning.precision",
-    "ZeroStrategy": "lightning.strategy",
+    "ZeroPrecision": "training.lightning.precision",
+    "ZeroStrategy": "training.lightning.strategy",
     "add_config_arguments": "utils",
     "as_deepspeed": "deepspeed.install",
-    "as_pytorch_lightning": "lightning.one_package",
-    "empty_weights": "engine.materialize",
+    "as_pytorch_lightning": "training.lightning.one_package",
+    "empty_weights": "core.engine.materialize",
     "estimate": "planning",
     "estimate_activations": "planning",
     "export": "checkpoint.export",
-    "full_grad": "loop.access",
-    "full_master": "loop.access",
-    "full_state": "loop.access",
-    "gathered": "engine.full_params",
+    "full_grad": "training.loop.access",
+    "full_master": "training.loop.access",
+    "full_state": "training.loop.access",
+    "gathered": "core.engine.full_params",
     "inference": "inference",
-    "init_distributed": "comm.process_groups",
-    "initialize": "loop.initialize",
+    "init_distributed": "core.comm.process_groups",
+    "initialize": "training.loop.initialize",
     "last_checkpoint": "checkpoint.last",
-    "load_from_checkpoint": "lightning.load",
-    "loss_head": "tiles.head",
+    "load_from_checkpoint": "training.lightning.load",
+    "loss_head": "features.tiles.head",
     "safe_get_full_fp32_param": "utils",
     "safe_get_full_grad": "utils",
     "safe_get_full_optimizer_state": "utils",
@@ -113,13 +113,13 @@ _MODULES = {
     "safe_set_local_fp32_param": "utils",
     "safe_set_local_grad": "utils",
     "safe_set_local_optimizer_state": "utils",
-    "set_full_grad": "loop.access",
-    "set_full_master": "loop.access",
-    "set_full_state": "loop.access",
-    "shard": "build",
-    "synced": "engine.uneven_forwards",
-    "tiled": "tiles.tokens",
-    "tiled_cross_entropy": "tiles.loss",
+    "set_full_grad": "training.loop.access",
+    "set_full_master": "training.loop.access",
+    "set_full_state": "training.loop.access",
+    "shard": "training.build",
+    "synced": "core.engine.uneven_forwards",
+    "tiled": "features.tiles.tokens",
+    "tiled_cross_entropy": "features.tiles.loss",
 }
 _SUBMODULES = ("attention", "utils", "zero")  # ``lt_zero.zero.Init`` as DeepSpeed's scripts write it
 __all__ = list(_MODULES)
@@ -145,14 +145,16 @@ BLOCK_CHECKS.update({kind: partial(_check_block, kind) for kind in ("optimizer",
 
 def _open_directory(*arguments: Any) -> Any:
     """Open a checkpoint directory for Lightning; the module that can takes time to load, and files do not need it."""
-    return importlib.import_module("lt_zero.lightning.load").open_directory(*arguments)
+    return importlib.import_module("lt_zero.training.lightning.load").open_directory(*arguments)
 
 
 def _loading(cls: type, checkpoint: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Context in which Lightning builds a module from a checkpoint, ours or another; imported lazily for speed."""
     if "lt_zero" not in checkpoint:
         return nullcontext()
-    made: AbstractContextManager[None] = importlib.import_module("lt_zero.lightning.load").taking_plain_names(cls)
+    made: AbstractContextManager[None] = importlib.import_module("lt_zero.training.lightning.load").taking_plain_names(
+        cls
+    )
     return made
 
 
@@ -171,9 +173,9 @@ def _is_command() -> bool:
 
 
 if not _is_command():
-    importlib.import_module("lt_zero.lightning.names").register_strategies()
+    importlib.import_module("lt_zero.training.lightning.names").register_strategies()
     importlib.import_module("lt_zero.common.compat").open_first(_open_directory)
     importlib.import_module("lt_zero.common.compat").load_within(_loading)
     importlib.import_module("lt_zero.common.compat").rename_weights(_renamed)
     if "lightning.pytorch.cli" in sys.modules:  # finds "class_path: ZeroStrategy" among the classes that are loaded
-        importlib.import_module("lt_zero.lightning.strategy")
+        importlib.import_module("lt_zero.training.lightning.strategy")

@@ -63,14 +63,14 @@ _CHECKPOINTS = "lt_zero.checkpoint.cli"
 _PLANNING = "lt_zero.planning"
 _lazy(
     "compare",
-    "lt_zero.session.compare",
+    "lt_zero.tools.compare.compare",
     "Find the first output, gradient or update in which two runs differ.",
     "FIRST SECOND",
 )
 _lazy("config", "lt_zero.config.cli", "Check, show, convert and explain configurations.", "check ds_config.json")
 _lazy(
     "doctor",
-    "lt_zero.doctor",
+    "lt_zero.tools.doctor",
     "Check whether this machine is ready for training, with a remedy for each problem.",
     "--path /local_nvme",
 )
@@ -94,13 +94,13 @@ _lazy(
 )
 _lazy(
     "logs",
-    "lt_zero.lightning.monitor.logs",
+    "lt_zero.training.lightning.monitor.logs",
     "Print and plot what a run recorded: metrics, times, memory, traffic.",
     "lightning_logs/version_0",
 )
 _lazy(
     "plot",
-    "lt_zero.lightning.monitor.plot",
+    "lt_zero.training.lightning.monitor.plot",
     "Plot a run's CSV logs: loss, rates, throughput, memory.",
     "lightning_logs/version_0",
 )
@@ -124,8 +124,8 @@ def build_command(
     force: Annotated[bool, typer.Option("--force", help="Compile even if they are cached.")] = False,
 ) -> None:
     """Compile the native kernels ahead of their first use: for containers, and for machines without a compiler."""
-    from lt_zero.ops.compiler import CSRC, BuildError, build, recipe_of
-    from lt_zero.ops.library import cache_dir
+    from lt_zero.kernels.compiler import CSRC, BuildError, build, recipe_of
+    from lt_zero.kernels.library import cache_dir
 
     folder = cache.expanduser().absolute() if cache is not None else cache_dir()
     for kind in ("cpu", "cuda") if cuda else ("cpu",):
@@ -145,7 +145,7 @@ def build_command(
 @ops.command("report", epilog="Example: lt-zero ops report")
 def report_command() -> None:
     """Print the implementation of each operation on this machine, and why it runs. Compiles missing kernels."""
-    from lt_zero.ops.report import operations_table
+    from lt_zero.kernels.report import operations_table
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the table shows the same

@@ -16,11 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lt_zero.build import shard
 from lt_zero.checkpoint.open import load_same, opened_source
 from lt_zero.checkpoint.source import CheckpointSource
-from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.world import World
 from lt_zero.common import plain_names
 from lt_zero.common.arguments import expect
 from lt_zero.common.compat import clean_name
@@ -29,8 +26,11 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import check_same, tell_ignored, without_training
 from lt_zero.config.options import communication_options
 from lt_zero.config.precision import dtype_policy, resolve_mode
-from lt_zero.engine.full_params import sync_buffers
+from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.full_params import sync_buffers
 from lt_zero.parallel.mesh import mesh_of
+from lt_zero.training.build import shard
 
 log = logging.getLogger("lt_zero")
 Module = TypeVar("Module", bound=nn.Module)

@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from lt_zero.common.arguments import expect_number
 from lt_zero.common.errors import ConfigError
-from lt_zero.lightning.checkpoint_plugin import writes_directories
-from lt_zero.lightning.strategy import ZeroStrategy
+from lt_zero.training.lightning.checkpoint_plugin import writes_directories
+from lt_zero.training.lightning.strategy import ZeroStrategy
 
 try:
     import pyarrow.fs

@@ -1,4 +1,4 @@
-"""DeepSpeed's names, where its scripts import them from, for what loop/access.py does, and for their arguments.
+"""DeepSpeed's names, where its scripts import them from, for what access.py does, and for their arguments.
 
 ``safe_get_full_...`` and ``safe_set_full_...`` are collective; values of setters are the same on all ranks. With
 ``local`` they are this rank's elements (1D). Getters return None for parameters that are not trained
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lt_zero.common.arguments import expect
-from lt_zero.loop import access
+from lt_zero.training.loop import access
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

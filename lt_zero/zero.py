@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from lt_zero.comm.process_groups import init_distributed, is_part, joining
-from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.config.load import examine
 from lt_zero.config.options import communication_options, group_options
-from lt_zero.engine.full_params import gathered
-from lt_zero.engine.materialize import ConstructionSharder
+from lt_zero.core.comm.process_groups import init_distributed, is_part, joining
+from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.full_params import gathered
+from lt_zero.core.engine.materialize import ConstructionSharder
 from lt_zero.exchange.choose import configure_group
 
 

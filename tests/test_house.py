@@ -168,7 +168,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
     """Fits of this package and of one that needs a file which only this one has; one process starts both."""
     other = tmp_path_factory.mktemp("other") / "lt_zero"
     other.mkdir()
-    (other / "__init__.py").write_text("from lt_zero.tiles import loss\n")
+    (other / "__init__.py").write_text("from lt_zero.features.tiles import loss\n")
     return fits([Job(3, PACKAGE), Job(3, other)])
 
 
@@ -180,4 +180,4 @@ def test_a_default_fit_loads_no_more_than_it_did(outcomes: list[Outcome]) -> Non
 
 
 def test_a_fit_takes_the_package_from_its_folder_only(outcomes: list[Outcome]) -> None:
-    assert outcomes[1] == ([], "ModuleNotFoundError: No module named 'lt_zero.tiles'")
+    assert outcomes[1] == ([], "ModuleNotFoundError: No module named 'lt_zero.features'")

@@ -17,11 +17,11 @@ import lt_zero
 from lt_zero.checkpoint.open import open_source
 from lt_zero.checkpoint.source import CheckpointSource
 from lt_zero.common.errors import CheckpointError
-from lt_zero.engine.bucket import State
-from lt_zero.engine.full_params import full_parameters
-from lt_zero.engine.guard import owner_of
-from lt_zero.io.pinned import rounded
-from lt_zero.ops.codecs import INT8
+from lt_zero.core.engine.bucket import State
+from lt_zero.core.engine.full_params import full_parameters
+from lt_zero.core.engine.guard import owner_of
+from lt_zero.core.stores.pinned import rounded
+from lt_zero.kernels.codecs import INT8
 from lt_zero.planning.check import RESTING, measured
 from lt_zero.planning.forecast import GATHERED, OFFLOAD, WEIGHTS
 from tests.support.lightning_tools import GPT, quick, single_trainer

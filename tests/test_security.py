@@ -13,22 +13,23 @@ from typing import Any
 
 import pytest
 
-from lt_zero.comm import ended_ranks, shared_memory
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.config.load import examine
-from lt_zero.io.private_folder import SwapFolder
+from lt_zero.core.comm import shared_memory
+from lt_zero.core.health import ended_ranks
+from lt_zero.offload.private_folder import SwapFolder
 from tests.support.paths import ROOT
 
 PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 
 # Tests elsewhere, each with the sentences that it shows.
 ELSEWHERE = """
-tests/ops/test_build.py::test_a_library_of_another_user_is_not_loaded
+tests/kernels/test_build.py::test_a_library_of_another_user_is_not_loaded
     - A library in the cache is loaded only if you or root own the folder and the file, no other user can write
       to them, and neither is a link.
     - Otherwise kernels are compiled into a private folder, and one warning names the cause.
-tests/ops/test_build.py::test_the_command_refuses_a_folder_of_others
+tests/kernels/test_build.py::test_the_command_refuses_a_folder_of_others
     - `lt-zero ops build` refuses a folder that others can write to.
 tests/config/test_bounds.py::test_what_is_no_file_is_not_waited_for
     - A pipe, a device, or a file without a size, such as `/proc/kmsg`, is an error, and never waited for.
@@ -64,19 +65,19 @@ tests/checkpoint/test_disk.py::test_a_planted_link_is_not_written_to
       there is followed, and two runs never share one.
 tests/checkpoint/test_export_errors.py::test_what_a_killed_export_wrote_is_removed_by_the_next
     - The next save or export removes what a killed one has left.
-tests/io/test_readers.py::test_no_reader_waits_or_fills_the_memory
+tests/core/stores/test_readers.py::test_no_reader_waits_or_fills_the_memory
     - No file is waited for, and none fills the memory: of what lies in a folder or is named to a command
       (manifests, indices, `.metadata`, adapters, records, logs), pipes, devices, sockets and too large files are
       errors that name it.
-tests/io/test_readers.py::test_damaged_adapters
+tests/core/stores/test_readers.py::test_damaged_adapters
     - Patterns in `adapter_config.json` are matched in a time that does not explode.
-tests/io/test_readers.py::test_a_damaged_record_is_no_difference
+tests/core/stores/test_readers.py::test_a_damaged_record_is_no_difference
     - Fields of another type are an error of one line, for `lt-zero compare` with status 2.
-tests/lightning/test_console.py::test_commands_show_control_characters
+tests/training/lightning/test_console.py::test_commands_show_control_characters
     - Names in files are printed with `\\x1b` and the like in place of what controls a terminal.
 tests/config/test_errors.py::test_errors_show_control_characters
     - Errors print what they quote of a file or configuration in the same way.
-tests/io/test_private_folder.py::test_a_link_that_takes_a_folders_name_is_not_followed
+tests/offload/test_private_folder.py::test_a_link_that_takes_a_folders_name_is_not_followed
     - The folders in `nvme_path` are removed when their process ends, and those of killed processes by the next
       one, which follows no link.
 """
@@ -143,7 +144,7 @@ def test_only_the_kernels_are_loaded() -> None:
 
 @says("Their sources are part of the package.")
 def test_sources_are_in_the_package() -> None:
-    from lt_zero.ops.compiler import CSRC, recipe_of
+    from lt_zero.kernels.compiler import CSRC, recipe_of
 
     assert CSRC.is_relative_to(ROOT / "lt_zero")
     assert all(source.is_relative_to(CSRC) for source in recipe_of("cpu").sources())

@@ -39,7 +39,7 @@ def test_after_lightning_the_package_costs_nothing_and_its_cli_knows_the_short_n
     imported, registered = lines[:2]
     of_compat = {f"lt_zero.common.compat{name}" for name in ("", ".of_hydra", ".of_lightning")}
     light = {"lt_zero", "lt_zero.common", "lt_zero.common.errors", "lt_zero.common.output"}
-    light |= {"lt_zero.lightning", "lt_zero.lightning.names"}
+    light |= {"lt_zero.training", "lt_zero.training.lightning", "lt_zero.training.lightning.names"}
     assert set(imported.split()) <= light | of_compat
     assert registered == "True"
     assert lines[-1] == "True 2"
@@ -49,7 +49,13 @@ def test_exports_import_little_beside_torch() -> None:
     shown = python("-X", "importtime", "-m", "lt_zero.cli", "export", "--help")
     names = re.findall(r"\|\s+([\w.]+)$", shown.stderr, re.M)
     assert "lt_zero.checkpoint.export" in names
-    slow = {"lightning", "torch.distributed.checkpoint", "torch._dynamo.utils", "omegaconf", "lt_zero.engine.engine"}
+    slow = {
+        "lightning",
+        "torch.distributed.checkpoint",
+        "torch._dynamo.utils",
+        "omegaconf",
+        "lt_zero.core.engine.engine",
+    }
     assert not set(names).intersection(slow)
 
 

@@ -16,7 +16,7 @@ from lt_zero.checkpoint.open import LATEST, found_at, read_latest
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.units import exact_bytes
-from lt_zero.io.direct_file import free_bytes
+from lt_zero.core.stores.direct_file import free_bytes
 
 
 @contextmanager

@@ -26,11 +26,11 @@ from lt_zero.checkpoint.native.save import FABRIC, LT_ZERO, Bundle, bundle, writ
 from lt_zero.checkpoint.open import found_at, open_source
 from lt_zero.checkpoint.output import check_space
 from lt_zero.checkpoint.source import CheckpointSource, Spec
-from lt_zero.comm.world import World
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.users_code import warn
-from lt_zero.engine.lazy_tensor import Fragment, LazyTensor
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.lazy_tensor import Fragment, LazyTensor
 
 _PER_TENSOR = 4096  # maximum bytes that a directory adds to a tensor
 _SHOWN = 3  # files in a warning

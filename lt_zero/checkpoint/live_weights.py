@@ -19,9 +19,9 @@ from lt_zero.checkpoint.native.pieces import on_all_ranks
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common import plain_names
 from lt_zero.common.errors import CheckpointError
-from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import refuse_parts
-from lt_zero.engine.whole_model import WholeModel
+from lt_zero.core.engine.engine import Engine
+from lt_zero.core.engine.full_params import refuse_parts
+from lt_zero.core.engine.whole_model import WholeModel
 
 _END = ""
 

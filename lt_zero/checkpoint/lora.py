@@ -22,7 +22,7 @@ from torch import Tensor
 from lt_zero.checkpoint.source import CheckpointSource, SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.name_pattern import NamePattern
-from lt_zero.io.regular_file import read_json
+from lt_zero.core.stores.regular_file import read_json
 
 _FILE = "adapter_config.json"
 _MOST = 1 << 20  # bytes of it; real ones have one or two thousand

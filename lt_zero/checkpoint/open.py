@@ -39,12 +39,12 @@ from lt_zero.checkpoint.formats.torch_file import FileSource
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import MANIFEST, file_system, find, inside, is_url, plain_path, whole_file
 from lt_zero.checkpoint.source import CheckpointSource
-from lt_zero.comm.world import World
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.users_code import warn
-from lt_zero.io.direct_file import unreadable
-from lt_zero.io.regular_file import read_start
+from lt_zero.core.comm.world import World
+from lt_zero.core.stores.direct_file import unreadable
+from lt_zero.core.stores.regular_file import read_start
 
 LATEST = "latest"  # the file that names the last checkpoint of a folder
 _LONGEST = 4096  # bytes of a tag

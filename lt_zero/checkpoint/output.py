@@ -3,7 +3,7 @@
 A file is written into a hidden folder beside its path, synced and renamed. The files of a folder are written into a
 hidden folder inside it; once all are complete, the old files move out and the new ones in, an index (which names the
 others) out first and in last. If a move fails, all move back. A killed process leaves the old files, and its hidden
-folder, which the next export removes. See Note [Staging] in io/staging.py.
+folder, which the next export removes. See Note [Staging] in core/stores/staging.py.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lt_zero.checkpoint.native.directory import remove_leftovers
 from lt_zero.checkpoint.native.torchfile import Write
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.units import exact_bytes
-from lt_zero.io.checked_file import FileSink, WriterPool
-from lt_zero.io.direct_file import free_bytes, trouble
-from lt_zero.io.staging import Staging, leftovers, staging_path, sync_folder
+from lt_zero.core.stores.checked_file import FileSink, WriterPool
+from lt_zero.core.stores.direct_file import free_bytes, trouble
+from lt_zero.core.stores.staging import Staging, leftovers, staging_path, sync_folder
 
 _THREADS = 3  # threads that write one file
 _EXPORT = "export"  # the part of the hidden folders' names that tells what they are for

@@ -27,9 +27,9 @@ from lt_zero.checkpoint.output import naming, whole_folder
 from lt_zero.checkpoint.source import CheckpointSource, SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.users_code import warn
-from lt_zero.io.pinned import view_of
-from lt_zero.io.regular_file import read_start
-from lt_zero.io.staging import sync_folder
+from lt_zero.core.stores.pinned import view_of
+from lt_zero.core.stores.regular_file import read_start
+from lt_zero.core.stores.staging import sync_folder
 
 _SHOWN = 100  # characters of a name that a file has
 LATEST = "latest_universal"  # the file that names the folder; DeepSpeed looks for it

@@ -22,7 +22,7 @@ from torch import Tensor
 from lt_zero.checkpoint.native.directory import inside, naming_url, own_file_system
 from lt_zero.checkpoint.native.torchfile import Write
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io.pinned import view_of
+from lt_zero.core.stores.pinned import view_of
 
 _MANY = 256 << 30  # bytes of a file that has more parts of the usual size than a store may allow (S3: 10,000)
 _PARTS = 5000  # of such a file

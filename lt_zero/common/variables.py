@@ -46,7 +46,7 @@ def _any(value: str) -> str:
 # What a value has to be instead, or "" if it can be used; empty ones are the same as unset.
 KNOWN: dict[str, Callable[[str], str]] = {
     "LT_ZERO_ALONE": _switch,
-    "LT_ZERO_CACHE": _any,  # ops/library.py checks it when kernels are loaded
+    "LT_ZERO_CACHE": _any,  # kernels/library.py checks it when kernels are loaded
     "LT_ZERO_DEBUG": _switch,
     "LT_ZERO_ISA": _isa,
     "LT_ZERO_MEMORY_CHECK": _switch,

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from lt_zero.comm.options import CommunicationOptions, RecordedCollectives
 from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.codec import Codec
 from lt_zero.common.fields import Block
@@ -20,9 +19,11 @@ from lt_zero.config.auto import resolve_sizes
 from lt_zero.config.blocks import Aio, CommsLogger, GradientCompressionBlock, Schema
 from lt_zero.config.load import ZeroConfig
 from lt_zero.config.rules import one_bit
-from lt_zero.engine.dtypes import DtypePolicy
-from lt_zero.engine.options import EngineOptions, LeafModules, ParamsOffload, StatesOffload
-from lt_zero.engine.partition import hidden_size, widths_of
+from lt_zero.core.comm.options import CommunicationOptions, RecordedCollectives
+from lt_zero.core.engine.dtypes import DtypePolicy
+from lt_zero.core.engine.options import EngineOptions, LeafModules, ParamsOffload, StatesOffload
+from lt_zero.core.engine.partition import hidden_size, widths_of
+from lt_zero.core.stores.thread_pool import IoOptions
 from lt_zero.exchange.plan import (
     MOMENTA,
     SIGNS,
@@ -33,10 +34,9 @@ from lt_zero.exchange.plan import (
     none_sent_dense,
     tables_and_vectors,
 )
-from lt_zero.io.thread_pool import IoOptions
-from lt_zero.ops.codecs import TWO_BITS, TopK
-from lt_zero.ops.moments import moments_in
-from lt_zero.ops.nf4 import RESTING
+from lt_zero.features.quantize.nf4 import RESTING
+from lt_zero.kernels.codecs import TWO_BITS, TopK
+from lt_zero.kernels.moments import moments_in
 
 _Options = TypeVar("_Options", LeafModules, StatesOffload, ParamsOffload)
 _INTERVAL = 16  # steps between two exchanges at last; default of ZeroOneAdam's local_step_clipper

@@ -6,7 +6,7 @@ import torch
 
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.blocks import Fp16, Schema
-from lt_zero.engine.dtypes import DtypePolicy, ScalerRules
+from lt_zero.core.engine.dtypes import DtypePolicy, ScalerRules
 
 # Trainer(precision=...) -> (dtype of weights in forward, autocast)
 MODES: dict[str, tuple[torch.dtype | None, bool]] = {

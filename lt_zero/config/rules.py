@@ -9,16 +9,10 @@ from typing import Any
 
 import torch
 
-from lt_zero.comm.options import OPERATIONS
 from lt_zero.common.errors import Path, Problem, dotted
-from lt_zero.config.blocks import (
-    SPARSE_MODES,
-    ActivationCheckpointing,
-    Schema,
-    SparseAttention,
-    operation_of,
-)
+from lt_zero.config.blocks import SPARSE_MODES, ActivationCheckpointing, Schema, SparseAttention, operation_of
 from lt_zero.config.document import leaves
+from lt_zero.core.comm.options import OPERATIONS
 
 ZERO = "zero_optimization"
 ACTIVATIONS = "activation_checkpointing"

@@ -13,18 +13,18 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from lt_zero.comm import process_groups
-from lt_zero.comm.process_groups import rank_and_size
 from lt_zero.common.arguments import expect, expect_number
 from lt_zero.config import ZeroConfig
 from lt_zero.config.load import examine, plain
+from lt_zero.core.comm import process_groups
+from lt_zero.core.comm.process_groups import rank_and_size
 from lt_zero.deepspeed.huggingface import mark_optimizer, parallelism_of_accelerate, unwrapped
 from lt_zero.deepspeed.sequence import SequenceState
 from lt_zero.deepspeed.sharding import leaf_modules, mark_parameters
-from lt_zero.loop.engine import TrainingEngine, ended
-from lt_zero.loop.initialize import config_of
-from lt_zero.loop.initialize import initialize as _initialize
 from lt_zero.parallel.sequence.batches import leave_to_user
+from lt_zero.training.loop.engine import TrainingEngine, ended
+from lt_zero.training.loop.initialize import config_of
+from lt_zero.training.loop.initialize import initialize as _initialize
 
 _ALONG = "zero_optimization.shard_along"
 _TENSOR_RANKS = "_tp_size"  # the mark of ``tp_model_init``

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from lt_zero.common.tensor_tree import map_tensors
-from lt_zero.loop.engine import TrainingEngine
-from lt_zero.step.loss_scale import LossScaleController
+from lt_zero.core.step.loss_scale import LossScaleController
+from lt_zero.training.loop.engine import TrainingEngine
 
 
 class DeepSpeedDistribution(Distribution):

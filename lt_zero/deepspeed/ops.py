@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 from torch.optim import Adagrad, Adam, AdamW, Optimizer
 
-from lt_zero import attention
-from lt_zero.attention import Pattern
+from lt_zero.features import sparse_attention as attention
+from lt_zero.features.sparse_attention import Pattern
 from lt_zero.optim.from_config import build_optimizer
 from lt_zero.optim.lamb import Lamb
 from lt_zero.optim.lion import Lion

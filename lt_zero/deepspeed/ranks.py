@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm.launchers import local_rank
-from lt_zero.comm.process_groups import rank_and_size
+from lt_zero.core.comm.process_groups import rank_and_size
+from lt_zero.core.health.launchers import local_rank
 from lt_zero.deepspeed.engines import current_engine
 from lt_zero.parallel.mesh import DATA, ParallelMesh
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lt_zero.comm.process_groups import rank_and_size
 from lt_zero.common.arguments import expect_number
+from lt_zero.core.comm.process_groups import rank_and_size
 from lt_zero.parallel.sequence.ranks import current
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lt_zero.checkpoint.cast import some
-from lt_zero.engine.guard import is_guarded, owner_of
-from lt_zero.loop.access import local_master
+from lt_zero.core.engine.guard import is_guarded, owner_of
 from lt_zero.planning.estimate import settings_table
+from lt_zero.training.loop.access import local_master
 
 # ---- parameters ------------------------------------------------------------------------------------------------------
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from lt_zero.comm.process_groups import rank_and_size
 from lt_zero.common.output import say
+from lt_zero.core.comm.process_groups import rank_and_size
 from lt_zero.deepspeed.accelerator import get_accelerator
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -1,1 +1,1 @@
-"""Other ways to exchange gradients and weights than in full after each step (engine/exchange.py)."""
+"""Other ways to exchange gradients and weights than in full after each step (core/engine/exchange.py)."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.engine.bucket import GatherStrategy
-from lt_zero.engine.exchange import GradientExchange, PlainExchange
-from lt_zero.engine.partition import EnginePlan
-from lt_zero.engine.storage_plan import StoragePlan
-from lt_zero.exchange.compressed_momentum import CompressedMomentum
-from lt_zero.exchange.gradient_compression import GradientCompression
-from lt_zero.exchange.late_ranks import TolerantExchange, tolerant_sum, tolerate
-from lt_zero.exchange.local_steps import LocalSteps
+from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.engine.bucket import GatherStrategy
+from lt_zero.core.engine.exchange import GradientExchange, PlainExchange
+from lt_zero.core.engine.partition import EnginePlan
+from lt_zero.core.engine.storage_plan import StoragePlan
 from lt_zero.exchange.plan import ExchangeKind, ExchangePlan, GroupOptions
-from lt_zero.exchange.quantized import EncodedUpdates, RestingGather
-from lt_zero.exchange.zero_plus_plus import QuantizedGradients, ZeroPlusPlusGather, connect_second_copies
+from lt_zero.features.compression.gradient_compression import GradientCompression
+from lt_zero.features.late_nodes.late_ranks import TolerantExchange, tolerant_sum, tolerate
+from lt_zero.features.one_bit.compressed_momentum import CompressedMomentum
+from lt_zero.features.one_bit.local_steps import LocalSteps
+from lt_zero.features.quantize.quantized import EncodedUpdates, RestingGather
+from lt_zero.features.zero_plus_plus.zero_plus_plus import QuantizedGradients, ZeroPlusPlusGather, connect_second_copies
 
 log = logging.getLogger("lt_zero")
 

@@ -1,4 +1,4 @@
-"""Collectives of a group that send codes: gathers, and the reductions of comm/compression.py."""
+"""Collectives of a group that send codes: gathers, and the reductions of exchange/compression.py."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from functools import partial
 
 from torch import Tensor
 
-from lt_zero.comm.compression import (
+from lt_zero.common.codec import Codec
+from lt_zero.common.errors import ConfigError, Problem
+from lt_zero.core.comm.residuals import Residuals
+from lt_zero.core.comm.shard_group import Operation, ShardGroup
+from lt_zero.core.comm.topology import whole_nodes
+from lt_zero.core.comm.work import CollectiveId, Done, Work
+from lt_zero.exchange.compression import (
     CompressionPlan,
     Compressor,
     gather_encoded,
     plan_compression,
     plan_quantized_sums,
 )
-from lt_zero.comm.residuals import Residuals
-from lt_zero.comm.shard_group import Operation, ShardGroup
-from lt_zero.comm.topology import whole_nodes
-from lt_zero.comm.work import CollectiveId, Done, Work
-from lt_zero.common.codec import Codec
-from lt_zero.common.errors import ConfigError, Problem
 
 _GATHER = Operation("encoded all-gather", "all_gather")
 _REDUCE_SCATTER = Operation("compressed reduction", "reduce_scatter", reduces=True)

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from lt_zero.comm.compression import CompressionPlan, plan_compression, plan_quantized_sums
 from lt_zero.common.codec import Codec
-from lt_zero.engine.find_units import class_matches, clean_name
-from lt_zero.engine.layout import BucketLayout
-from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts, refuse_name
-from lt_zero.engine.storage_plan import Codecs, StoragePlan
-from lt_zero.ops.codecs import INT4, INT8, BlockCodec
+from lt_zero.core.engine.find_units import class_matches, clean_name
+from lt_zero.core.engine.layout import BucketLayout
+from lt_zero.core.engine.partition import BucketPlan, EnginePlan, GroupFacts, refuse_name
+from lt_zero.core.engine.storage_plan import Codecs, StoragePlan
+from lt_zero.exchange.compression import CompressionPlan, plan_compression, plan_quantized_sums
+from lt_zero.kernels.codecs import INT4, INT8, BlockCodec
 
 # With a scale for each 128 signs, not 1,024, a GPT under AdamW lost 9.8 instead of 16.7 % in 300 steps; 96.1 % of the
 # bytes are saved, not 96.8.
@@ -156,7 +156,9 @@ class ExchangePlan:
         """Elements (fp32) of a bucket's gradients that are kept from step to step, with copies for skipped steps."""
         if not row.trains or row.group.size == 1:
             return 0
-        if self.kind is ExchangeKind.TOLERANT:  # those that this rank adds up, and those under way (comm/tolerance.py)
+        if (
+            self.kind is ExchangeKind.TOLERANT
+        ):  # those that this rank adds up, and those under way (features/late_nodes/tolerance.py)
             return 2 * layout.numel
         if self.codec is None or row.codecs.reductions is None:
             return 0

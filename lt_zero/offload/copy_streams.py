@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lt_zero.common import accelerator
 from lt_zero.common.phases import phase
-from lt_zero.offload.store import CopyEvent
+from lt_zero.core.stores.store import CopyEvent
 
 
 class _Done:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from lt_zero.common.flat_storage import flat_empty
-from lt_zero.io.pinned import BufferPool, host_buffer
+from lt_zero.core.stores.pinned import BufferPool, host_buffer
+from lt_zero.core.stores.store import CopyEvent, Gap, Place, Store
 from lt_zero.offload.copy_streams import CopyStream, StagingBuffer, StagingBuffers
-from lt_zero.offload.store import CopyEvent, Gap, Place, Store
 
 _apart = False  # set by tests: treat the CPU as a device with memory of its own
 _ARRIVING = 2  # reduced gradients that may be on their way to host memory
@@ -169,7 +169,7 @@ class StreamedStore(HostStore):
     def __init__(self, numel: int, dtype: torch.dtype, link: HostLink | None) -> None:
         super().__init__(dtype, lambda: self.tensor, link)
         self.numel = numel
-        # Shown for values that are away or lost. In bytes: a scale whose bits are all ones is a NaN (ops/moments.py).
+        # Shown for values that are away or lost. In bytes: a scale whose bits are all ones is a NaN (moments.py).
         self.lost = 255 if dtype == torch.uint8 else torch.nan
         self._lent: list[tuple[weakref.ref[Tensor], int]] = []
 

@@ -35,12 +35,12 @@ from lt_zero.common.moment_form import MomentForm
 from lt_zero.common.phases import phase
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.units import exact_bytes
-from lt_zero.io.pinned import BufferPool, aligned_buffer, host_buffer, rounded
-from lt_zero.io.private_folder import SwapFolder
-from lt_zero.io.swap_file import Nowhere, SwapFile
-from lt_zero.io.thread_pool import IoOptions, IoPool, SwapError, Transfer
+from lt_zero.core.stores.pinned import BufferPool, aligned_buffer, host_buffer, rounded
+from lt_zero.core.stores.store import CODES, STATE, WEIGHTS, Place, Sized, Speed, Store, record_nbytes
+from lt_zero.core.stores.thread_pool import IoOptions, IoPool, SwapError, Transfer
 from lt_zero.offload.host_store import FedStore, HostLink, StreamedStore
-from lt_zero.offload.store import CODES, STATE, WEIGHTS, Place, Sized, Speed, Store, record_nbytes
+from lt_zero.offload.private_folder import SwapFolder
+from lt_zero.offload.swap_file import Nowhere, SwapFile
 
 
 class _At(Enum):

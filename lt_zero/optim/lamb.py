@@ -25,8 +25,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lt_zero.common import accelerator
+from lt_zero.core.engine.optimizer_spec import Combine, Kernel, NormedOptimizer, Options, SecondPass, chosen
 from lt_zero.optim.adam import check_betas, run_closure
-from lt_zero.optim.spec import Combine, Kernel, NormedOptimizer, Options, SecondPass, chosen
 
 
 def _options(group: Options, step: float) -> Options:

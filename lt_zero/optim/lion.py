@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lt_zero.core.engine.optimizer_spec import Kernel, chosen
 from lt_zero.optim.adam import check_betas, run_closure
-from lt_zero.optim.spec import Kernel, chosen
 
 
 class Lion(Optimizer):

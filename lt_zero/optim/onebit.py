@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lt_zero.core.engine.optimizer_spec import Combine, ExchangingOptimizer
 from lt_zero.optim.adam import check_betas, check_least, run_closure
 from lt_zero.optim.lamb import Lamb, trust_rates, wide
-from lt_zero.optim.spec import Combine, ExchangingOptimizer
 
 BACKENDS = ("nccl", "mpi", "hccl", "compressed", "gloo", "ccl")  # DeepSpeed's, and those of its accelerators
 

@@ -17,6 +17,7 @@ from torch.optim import Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lt_zero.common.errors import ConfigError, Problem
+from lt_zero.core.engine.optimizer_spec import is_known
 from lt_zero.optim.adam import UncorrectedAdam
 from lt_zero.optim.lamb import Lamb
 from lt_zero.optim.lion import Lion
@@ -24,7 +25,6 @@ from lt_zero.optim.muon import NS_METHODS, RATES, Muon
 from lt_zero.optim.onebit import BACKENDS, OneBitAdam, OneBitLamb
 from lt_zero.optim.params import Flag, Signature, choice, nullable, number, only, per_group, problem, several
 from lt_zero.optim.schedules import SCHEDULES
-from lt_zero.optim.spec import is_known
 from lt_zero.optim.zero_one import ZeroOneAdam
 
 

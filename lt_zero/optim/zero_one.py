@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lt_zero.core.engine.optimizer_spec import ExchangingOptimizer
 from lt_zero.optim.adam import check_betas, check_least, run_closure
-from lt_zero.optim.spec import ExchangingOptimizer
 
 _CHANGE, _EXCHANGED = "momentum_accumulator", "exchanged"
 # (tensors of the groups, value (fp32) to average of such a tensor, what takes the average of one)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.comm.world import World
 from lt_zero.common.tensor_tree import iter_tensors
+from lt_zero.core.comm.world import World
 from lt_zero.parallel.mesh import ParallelMesh
 
 

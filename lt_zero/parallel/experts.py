@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter
 
-from lt_zero.comm.layer_ranks import ProcessGroup, TokenRanks
 from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import ConfigError
+from lt_zero.core.comm.layer_ranks import ProcessGroup, TokenRanks
 
 SIZE = "expert_parallel.autoep_size"
 AXIS = "expert_parallel"  # of the mesh over which stacks are distributed

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lt_zero.comm.ranks import Ranks
+from lt_zero.core.comm.ranks import Ranks
 
 _ROUNDING = 0.02  # per norm: operations whose order differs from run to run, in 16 bits
 _SHOWN = 4  # names in an error

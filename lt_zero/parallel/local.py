@@ -16,15 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import Parameter
 
-from lt_zero.comm.part_ranks import PartRanks
 from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.common.compat import local_tensor, replace_tensor, set_local_tensor, without_torch_function
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.norms import VectorNorm
 from lt_zero.common.tensor_tree import map_tensors
-from lt_zero.engine.guard import called_on_guarded, is_guarded
-from lt_zero.engine.lazy_tensor import part_of, whole
-from lt_zero.engine.sharded_grad import IN_PLACE, NORMS, SAME, asked_norm
+from lt_zero.core.comm.part_ranks import PartRanks
+from lt_zero.core.engine.guard import called_on_guarded, is_guarded
+from lt_zero.core.engine.lazy_tensor import part_of, whole
+from lt_zero.core.engine.sharded_grad import IN_PLACE, NORMS, SAME, asked_norm
 from lt_zero.parallel.first_gradients import FirstGradients
 
 

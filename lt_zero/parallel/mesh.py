@@ -33,13 +33,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 
-from lt_zero.comm.layer_ranks import TokenRanks
-from lt_zero.comm.part_ranks import PartRanks
-from lt_zero.comm.process_groups import one_queue
-from lt_zero.comm.sequence import SequenceGroup
-from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.stage_ranks import StageRanks
-from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.common.compat import forget_meshes
 from lt_zero.common.console import RunConsole
@@ -49,8 +42,15 @@ from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import SequenceParallel
 from lt_zero.config.options import group_options
-from lt_zero.engine.engine import Engine
-from lt_zero.engine.same_on_ranks import Snapshot, compare, described, model_facts
+from lt_zero.core.comm.layer_ranks import TokenRanks
+from lt_zero.core.comm.part_ranks import PartRanks
+from lt_zero.core.comm.process_groups import one_queue
+from lt_zero.core.comm.sequence import SequenceGroup
+from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.comm.stage_ranks import StageRanks
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.engine import Engine
+from lt_zero.core.engine.same_on_ranks import Snapshot, compare, described, model_facts
 from lt_zero.exchange.choose import configure_group
 from lt_zero.parallel.buffers import make_plain
 from lt_zero.parallel.built_sharded import cut_sharded

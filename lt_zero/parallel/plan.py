@@ -35,7 +35,7 @@ from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
-from lt_zero.engine.guard import is_guarded
+from lt_zero.core.engine.guard import is_guarded
 from lt_zero.parallel import styles
 from lt_zero.parallel.experts import is_of_experts
 from lt_zero.parallel.local import is_cut, mark_partial, spec_of

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from lt_zero.comm.process_groups import exists
+from lt_zero.core.comm.process_groups import exists
 from lt_zero.parallel.mesh import ParallelMesh
 
 SIZE = "sequence_parallel_size"

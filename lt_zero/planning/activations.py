@@ -25,18 +25,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from lt_zero.activation.budget import plan_budget
-from lt_zero.activation.checkpointing import Checkpointing, open_meter
 from lt_zero.common.compat import DispatchMode, announce_device, in_running_backward, without_values
 from lt_zero.common.tensor_tree import iter_tensors, map_tensors
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import dtype_policy, resolve_mode
-from lt_zero.engine.dtypes import DtypePolicy
-from lt_zero.engine.find_units import find_repeated
-from lt_zero.engine.fp32_modules import Fp32Modules, install_fp32_modules
-from lt_zero.engine.partition import fp32_modules_of
-from lt_zero.tiles.huggingface import install as install_tiles
-from lt_zero.tiles.tokens import TokenTiles
+from lt_zero.core.engine.dtypes import DtypePolicy
+from lt_zero.core.engine.find_units import find_repeated
+from lt_zero.core.engine.fp32_modules import Fp32Modules, install_fp32_modules
+from lt_zero.core.engine.partition import fp32_modules_of
+from lt_zero.features.activation_checkpointing.budget import plan_budget
+from lt_zero.features.activation_checkpointing.checkpointing import Checkpointing, open_meter
+from lt_zero.features.tiles.huggingface import install as install_tiles
+from lt_zero.features.tiles.tokens import TokenTiles
 
 Step = Callable[[Any, Any], Tensor]  # of a model and a batch; the loss
 

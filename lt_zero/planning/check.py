@@ -19,20 +19,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.shared_memory import host_identity
-from lt_zero.comm.world import World
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.moment_form import stored_part
 from lt_zero.common.units import GB, format_bytes
 from lt_zero.config import ZeroConfig
-from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.dtypes import DtypePolicy
-from lt_zero.engine.engine import Engine
-from lt_zero.engine.guard import is_guarded
-from lt_zero.engine.partition import EnginePlan
-from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
-from lt_zero.io.pinned import return_freed_memory, return_large_blocks, rounded
+from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.comm.shared_memory import host_identity
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.bucket import Bucket
+from lt_zero.core.engine.dtypes import DtypePolicy
+from lt_zero.core.engine.engine import Engine
+from lt_zero.core.engine.guard import is_guarded
+from lt_zero.core.engine.partition import EnginePlan
+from lt_zero.core.engine.storage_plan import DEVICE, HOST, NVME
+from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
+from lt_zero.core.stores.pinned import return_freed_memory, return_large_blocks, rounded
 from lt_zero.planning import limits
 from lt_zero.planning.estimate import Machine, cheapest, states_of
 from lt_zero.planning.forecast import (
@@ -51,7 +52,6 @@ from lt_zero.planning.forecast import (
 )
 from lt_zero.planning.limits import Available, NotEnoughMemory, check_host_memory, shortage
 from lt_zero.planning.setup import Setup, kind_of
-from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 RESTING = "in files"  # bytes of files, of all kinds
 

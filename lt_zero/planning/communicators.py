@@ -6,7 +6,7 @@ Note [Memory of a communicator]
     On GPUs with NVLink 16 channels are usual; NCCL_MAX_NCHANNELS lowers their number. Trees and all-to-alls have more
     peers, and a direction inside of a node may need no buffer. None of it is measured for a forecast, so it is shown
     apart from what the engine allocates. Set-up connects everything before it checks the memory, and says what that has
-    taken (``Communicators`` of comm/process_groups.py).
+    taken (``Communicators`` of core/comm/process_groups.py).
 """
 
 from __future__ import annotations

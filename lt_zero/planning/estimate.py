@@ -28,9 +28,11 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.config.options import engine_options, with_sizes
 from lt_zero.config.precision import MODES, dtype_policy, resolve_mode
-from lt_zero.engine.dtypes import DtypePolicy
-from lt_zero.engine.partition import EnginePlan, GroupFacts, plan_engine
-from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
+from lt_zero.core.engine.dtypes import DtypePolicy
+from lt_zero.core.engine.partition import EnginePlan, GroupFacts, plan_engine
+from lt_zero.core.engine.storage_plan import DEVICE, HOST, NVME
+from lt_zero.core.step.fused_step import FusedStep
+from lt_zero.core.step.supported_optimizers import states_by_group
 from lt_zero.parallel import experts
 from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.parallel.pipeline.layers import pipeline_of
@@ -41,8 +43,6 @@ from lt_zero.planning.setup import PlannedGroup, Setup
 from lt_zero.planning.sizes import Model, Sizes, Stage, fullest, parts_of_all, skeleton, stages_of_sizes
 from lt_zero.planning.step_time import Cluster, StepTime, step_time
 from lt_zero.planning.traffic import Traffic, forecast_traffic
-from lt_zero.step.fused_step import FusedStep
-from lt_zero.step.supported_optimizers import states_by_group
 
 _OF_HIDDEN = ("bucket_size", "persistence_threshold")  # suffixes of keys that "auto" derives from the hidden size
 _OFFLOADS = ("offload_optimizer", "offload_param")

@@ -21,7 +21,7 @@ from lt_zero.common.numbers import count_of
 from lt_zero.common.tables import show
 from lt_zero.common.units import GB, format_bytes
 from lt_zero.config import ZeroConfig
-from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
+from lt_zero.core.engine.storage_plan import DEVICE, HOST, NVME
 from lt_zero.parallel.drawing import rank_table, shares
 from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.planning.comm_options import comm_options_table, fitting, many_shards, recommended

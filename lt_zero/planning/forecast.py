@@ -1,4 +1,4 @@
-"""Bytes of one rank by place, kind and phase: sums over what is kept of each bucket (engine/storage_plan.py).
+"""Bytes of one rank by place, kind and phase: sums over what is kept of each bucket (core/engine/storage_plan.py).
 
 Note [Phases]
     Kinds that never exist together are not added: local gradients of an accumulation window give way to the
@@ -36,17 +36,17 @@ from lt_zero.common.tables import bytes_cell, show
 from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.config.options import engine_options, exchange_options
-from lt_zero.engine.bucket import Live
-from lt_zero.engine.dtypes import DtypePolicy
-from lt_zero.engine.gather import Residency
-from lt_zero.engine.grad_reducer import IN_FLIGHT
-from lt_zero.engine.options import EngineOptions
-from lt_zero.engine.partition import BucketPlan, EnginePlan, GroupFacts
-from lt_zero.engine.storage_plan import DEVICE, HOST, NVME, StoragePlan, largest_sends, plan_storage
+from lt_zero.core.engine.bucket import Live
+from lt_zero.core.engine.dtypes import DtypePolicy
+from lt_zero.core.engine.gather import Residency
+from lt_zero.core.engine.grad_reducer import IN_FLIGHT
+from lt_zero.core.engine.options import EngineOptions
+from lt_zero.core.engine.partition import BucketPlan, EnginePlan, GroupFacts
+from lt_zero.core.engine.storage_plan import DEVICE, HOST, NVME, StoragePlan, largest_sends, plan_storage
+from lt_zero.core.stores.checked_file import RING_BUFFER
+from lt_zero.core.stores.pinned import rounded
+from lt_zero.core.stores.store import record_nbytes
 from lt_zero.exchange.plan import ExchangeKind, ExchangePlan, plan_codecs, plan_exchange
-from lt_zero.io.checked_file import RING_BUFFER
-from lt_zero.io.pinned import rounded
-from lt_zero.offload.store import record_nbytes
 from lt_zero.planning.communicators import NBYTES
 from lt_zero.planning.setup import Setup
 
@@ -73,7 +73,7 @@ KINDS = (
 )
 STATES = (WEIGHTS, MASTER, GRADS, LOCAL, MOMENTS)  # kept from step to step (LOCAL: within one step)
 
-SAVE_BUFFERS = 2 * 4 * (4 << 20)  # bytes: buffers of the threads and those being filled (io/checked_file.py)
+SAVE_BUFFERS = 2 * 4 * (4 << 20)  # bytes: buffers of the threads and those being filled (core/stores/checked_file.py)
 
 Part = tuple[str, str, int]  # place, kind, bytes
 Amounts = Mapping[tuple[str, str], int]  # (place, kind) -> bytes
@@ -407,7 +407,7 @@ class _Sums:
         return [(DEVICE, REDUCE, max(codes, default=0))]
 
     def offloading(self) -> list[Part]:
-        """Accumulators that are moved off the device in backward, and steps that overlap (step/overlap.py)."""
+        """Accumulators that are moved off the device in backward, and steps that overlap (core/step/overlap.py)."""
         files = sorted(rounded(row.shard_numel * row.accumulate.itemsize) for row in self.stored)
         landing = sorted(row.shard_numel * row.accumulate.itemsize for row in self.trained if row.states != DEVICE)
         total = [(DEVICE, OFFLOAD, sum(landing[-IN_FLIGHT:]))] if self.memory == HOST else []

@@ -19,10 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lt_zero.common.tables import bytes_cell, show
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import resolve_mode
+from lt_zero.features.tiles.head import LossHead, loss_head
+from lt_zero.features.tiles.tokens import tiled
 from lt_zero.planning.activations import ActivationForecast, estimate_activations
 from lt_zero.planning.transformer import Transformer
-from lt_zero.tiles.head import LossHead, loss_head
-from lt_zero.tiles.tokens import tiled
 
 _FEW = (2, 3)  # blocks that are counted; the others are like them
 

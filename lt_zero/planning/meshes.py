@@ -24,8 +24,8 @@ from lt_zero.common.tables import bytes_cell, show
 from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import dtype_policy, resolve_mode
-from lt_zero.engine.dtypes import DtypePolicy
-from lt_zero.engine.storage_plan import DEVICE
+from lt_zero.core.engine.dtypes import DtypePolicy
+from lt_zero.core.engine.storage_plan import DEVICE
 from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.parallel.pipeline.schedules import bubble, in_flight
 from lt_zero.planning.estimate import Setting, estimate

@@ -9,16 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lt_zero.activation.checkpointing import find_modules
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import PipelineParallel, ZeroOptimization
 from lt_zero.config.document import MISSING, Document, leaves
 from lt_zero.config.load import examine, plain, resolved
 from lt_zero.config.options import engine_options
-from lt_zero.engine.engine import Engine
-from lt_zero.engine.partition import EnginePlan, plan_engine
-from lt_zero.engine.storage_plan import DEVICE, HOST
+from lt_zero.core.engine.engine import Engine
+from lt_zero.core.engine.partition import EnginePlan, plan_engine
+from lt_zero.core.engine.storage_plan import DEVICE, HOST
+from lt_zero.features.activation_checkpointing.checkpointing import find_modules
 from lt_zero.parallel.pipeline.layers import pipelines_in
 from lt_zero.parallel.pipeline.schedules import in_flight
 from lt_zero.planning.check import setup_of

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lt_zero.comm.send_sizes import BACKEND, GLOO, WINDOWS, SendSizes
-from lt_zero.comm.transport import Mesh
 from lt_zero.common import accelerator
 from lt_zero.config.blocks import ZeroOptimization
-from lt_zero.engine.partition import GroupFacts
+from lt_zero.core.comm.send_sizes import BACKEND, GLOO, WINDOWS, SendSizes
+from lt_zero.core.comm.transport import Mesh
+from lt_zero.core.engine.partition import GroupFacts
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.common.tables import bytes_cell, show
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import resolve_mode
-from lt_zero.engine.storage_plan import DEVICE, HOST, NVME
+from lt_zero.core.engine.storage_plan import DEVICE, HOST, NVME
 from lt_zero.planning.estimate import Setting, estimate
 from lt_zero.planning.sizes import Model, Sizes, Stage
 

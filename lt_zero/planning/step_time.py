@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lt_zero.config import ZeroConfig
-from lt_zero.engine.dtypes import DtypePolicy
-from lt_zero.engine.gather import Residency
-from lt_zero.engine.partition import EnginePlan, GroupFacts
-from lt_zero.engine.storage_plan import StoragePlan
+from lt_zero.core.engine.dtypes import DtypePolicy
+from lt_zero.core.engine.gather import Residency
+from lt_zero.core.engine.partition import EnginePlan, GroupFacts
+from lt_zero.core.engine.storage_plan import StoragePlan
 from lt_zero.planning.forecast import planned
 from lt_zero.planning.setup import Setup
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.tables import bytes_cell, show
 from lt_zero.config import ZeroConfig
-from lt_zero.engine.storage_plan import DEVICE, HOST
+from lt_zero.core.engine.storage_plan import DEVICE, HOST
 from lt_zero.planning.estimate import Fit, Machine, cheapest
 from lt_zero.planning.sizes import Model
 

@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 import torch
 
-from lt_zero.comm.hierarchy import axis_groups
-from lt_zero.comm.topology import choose
-from lt_zero.comm.transport import Mesh
 from lt_zero.common.codec import Codec
 from lt_zero.config import ZeroConfig
-from lt_zero.engine.dtypes import DtypePolicy
-from lt_zero.engine.gather import Residency
-from lt_zero.engine.partition import EnginePlan, GroupFacts
-from lt_zero.engine.storage_plan import StoragePlan
+from lt_zero.core.comm.hierarchy import axis_groups
+from lt_zero.core.comm.topology import choose
+from lt_zero.core.comm.transport import Mesh
+from lt_zero.core.engine.dtypes import DtypePolicy
+from lt_zero.core.engine.gather import Residency
+from lt_zero.core.engine.partition import EnginePlan, GroupFacts
+from lt_zero.core.engine.storage_plan import StoragePlan
 from lt_zero.exchange.plan import ExchangePlan
 from lt_zero.planning.forecast import planned
 from lt_zero.planning.setup import Setup

@@ -21,7 +21,7 @@ import torch
 from lt_zero.common import accelerator
 from lt_zero.common.tensor_tree import rows_of
 from lt_zero.config import ZeroConfig
-from lt_zero.engine.engine import Engine
+from lt_zero.core.engine.engine import Engine
 from lt_zero.planning.check import RESTING, measured
 from lt_zero.planning.limits import peak_rss
 from lt_zero.planning.search_space import Facts, choices_of, layers_of, plans_of, unrepeated, written

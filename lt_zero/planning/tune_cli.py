@@ -32,7 +32,7 @@ from lt_zero.common.tables import bytes_cell, show
 from lt_zero.common.units import format_bytes, parse_bytes
 from lt_zero.config.cli import to_yaml
 from lt_zero.config.load import OVERRIDES, examine
-from lt_zero.io.regular_file import read_start
+from lt_zero.core.stores.regular_file import read_start
 from lt_zero.planning.search import MOST_NOISE, Outcome, Tuner, TuningError
 from lt_zero.planning.search_space import Candidate, Facts, written
 from lt_zero.planning.trial import FACTS, FOLDER, REPORT, Order
@@ -171,7 +171,7 @@ def _command(script: str, given: list[str], config: Path | None, ranks: int | No
         raise ConfigError(f"{script} {shlex.join(given)}: a function takes no arguments here.")
     chosen = [] if config is None else ["--config", str(config)]
     chosen += [] if ranks is None else ["--ranks", str(ranks)]
-    command = [sys.executable, "-m", "lt_zero.lightning.function_trial", script, *chosen]
+    command = [sys.executable, "-m", "lt_zero.training.lightning.function_trial", script, *chosen]
     return command, None if parameter is None else "--micro-batch {}"
 
 

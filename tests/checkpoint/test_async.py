@@ -20,8 +20,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.io import direct_file
-from lt_zero.session import checkpoints
+from lt_zero.core.stores import direct_file
+from lt_zero.training import checkpoints
 from tests.support.checkpoint_tools import Gate, copied, error_of, everything, resume, same, train
 from tests.support.lightning_tools import GPT, sharded_trainer, weights
 from tests.support.matrix import only

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint import FileSystemReader
 from typer.testing import CliRunner
 
 import lt_zero
-from lt_zero.build import built_by
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.load import as_lightning, restore_weights
 from lt_zero.checkpoint.native.pieces import (
@@ -30,15 +29,16 @@ from lt_zero.checkpoint.native.pieces import (
 )
 from lt_zero.checkpoint.native.save import bundle, make_directory, write
 from lt_zero.cli import app
-from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.world import World
 from lt_zero.common.boxes import Box, ParamSpec
-from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import full_parameters
-from lt_zero.engine.whole_model import full_state_dict
-from lt_zero.loop.access import full_state
-from lt_zero.session.checkpoints import restore_optimizers
-from lt_zero.step.sharded_optimizer import ShardedOptimizer
+from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.engine import Engine
+from lt_zero.core.engine.full_params import full_parameters
+from lt_zero.core.engine.whole_model import full_state_dict
+from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
+from lt_zero.training.build import built_by
+from lt_zero.training.checkpoints import restore_optimizers
+from lt_zero.training.loop.access import full_state
 from tests.support.checkpoint_tools import error_of
 from tests.support.pool import Pool
 

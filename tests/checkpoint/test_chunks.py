@@ -18,8 +18,8 @@ from lt_zero.checkpoint.native.chunks import Chunk, meeting
 from lt_zero.checkpoint.native.directory import Manifest, ManifestEntry
 from lt_zero.common.boxes import Box, ParamSpec, cut_range
 from lt_zero.common.errors import CheckpointError
-from lt_zero.engine.layout import plan_bucket
-from lt_zero.io.checked_file import STEP, FileRecord
+from lt_zero.core.engine.layout import plan_bucket
+from lt_zero.core.stores.checked_file import STEP, FileRecord
 
 F32 = torch.float32
 

@@ -26,8 +26,8 @@ from lt_zero.checkpoint.native.directory import README, Manifest
 from lt_zero.checkpoint.native.load import as_lightning
 from lt_zero.checkpoint.open import verify
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io.checked_file import STEP, FileRecord
-from lt_zero.io.pinned import aligned_buffer, checksum, checksum_weights, rounded
+from lt_zero.core.stores.checked_file import STEP, FileRecord
+from lt_zero.core.stores.pinned import aligned_buffer, checksum, checksum_weights, rounded
 from tests.support.checkpoint_tools import SHARDED, error_of, raised, resume, same, train
 from tests.support.damage import BELIEVED, DAMAGES, STRANGE, flip, reseal
 from tests.support.lightning_tools import FULL, GPT, QUIET, sharded_trainer

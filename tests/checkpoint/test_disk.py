@@ -26,7 +26,7 @@ from lt_zero.checkpoint.native.directory import Manifest, PendingDirectory
 from lt_zero.checkpoint.native.save import DirectoryWriter
 from lt_zero.checkpoint.open import checked_file, is_directory, name_latest, open_source, read_latest, verify
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io import direct_file, staging
+from lt_zero.core.stores import direct_file, staging
 from tests.support.checkpoint_tools import SHARDED, error_of, raised, train
 from tests.support.lightning_tools import FULL, GPT, sharded_trainer
 from tests.support.pool import Pool

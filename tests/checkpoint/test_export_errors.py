@@ -15,7 +15,7 @@ from lt_zero.checkpoint import output
 from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io import direct_file
+from lt_zero.core.stores import direct_file
 from tests.support.export_tools import Memory, check_equal, layers, listing, odd
 
 

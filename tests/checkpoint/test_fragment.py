@@ -30,9 +30,9 @@ from lt_zero.checkpoint.native.directory import PendingDirectory
 from lt_zero.checkpoint.native.save import Bundle, DirectoryWriter
 from lt_zero.common import accelerator
 from lt_zero.common.boxes import Box, cut_range, flat_index
-from lt_zero.engine.lazy_tensor import Fragment
-from lt_zero.io import checked_file
-from lt_zero.io.checked_file import StagingRing
+from lt_zero.core.engine.lazy_tensor import Fragment
+from lt_zero.core.stores import checked_file
+from lt_zero.core.stores.checked_file import StagingRing
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.plain import MISSING
-from lt_zero.engine.lazy_tensor import LazyTensor
+from lt_zero.core.engine.lazy_tensor import LazyTensor
 from tests.support.checkpoint_tools import SHARDED, error_of, everything, resume, same, train
 from tests.support.lightning_tools import FULL, GPT, sharded_trainer, weights
 from tests.support.matrix import only

@@ -21,8 +21,8 @@ from lt_zero import CheckpointError, ZeroPrecision
 from lt_zero.checkpoint.import_ import import_checkpoint
 from lt_zero.checkpoint.native.pieces import full_optimizer_state
 from lt_zero.cli import app
-from lt_zero.lightning.precision import sharded_of
 from lt_zero.optim.schedules import WarmupLR
+from lt_zero.training.lightning.precision import sharded_of
 from tests.support.import_tools import CASES, expected_of, imported, makers, module_for, source_of
 from tests.support.lightning_tools import sharded_trainer
 from tests.support.matrix import only

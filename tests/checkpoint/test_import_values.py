@@ -23,9 +23,9 @@ from lt_zero.checkpoint.native.load import (
 )
 from lt_zero.checkpoint.native.save import bundle, write
 from lt_zero.checkpoint.open import open_source, verify
-from lt_zero.comm.world import World
 from lt_zero.common.errors import CheckpointError
-from lt_zero.engine.lazy_tensor import Fragment
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.lazy_tensor import Fragment
 from lt_zero.optim.schedules import WarmupLR
 from tests.support.import_tools import CASES, expected_of, imported, source_of
 from tests.support.paths import DATA

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 import lt_zero
 from lt_zero.checkpoint.native import pieces
 from lt_zero.checkpoint.native.save import DirectoryWriter, bundle
-from lt_zero.comm.ranks import Ranks
-from lt_zero.engine.engine import Engine
+from lt_zero.core.comm.ranks import Ranks
+from lt_zero.core.engine.engine import Engine
 from tests.support.parity import config_of
 from tests.support.simulated import one_of
 

@@ -24,10 +24,10 @@ from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import PendingDirectory
 from lt_zero.checkpoint.native.plan import BoxesByName, TensorBoxes, divide, part_of
 from lt_zero.checkpoint.native.save import bundle, write
-from lt_zero.comm.world import World
 from lt_zero.common.boxes import Box
 from lt_zero.common.errors import CheckpointError
-from lt_zero.engine.whole_model import full_state_dict
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.whole_model import full_state_dict
 from tests.support.matrix import only
 from tests.support.pool import Pool
 

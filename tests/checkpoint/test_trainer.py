@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import FileSystemReader
 
-import lt_zero.lightning.strategy as strategy_module
+import lt_zero.training.lightning.strategy as strategy_module
 from lt_zero.checkpoint.native import directory
 from lt_zero.checkpoint.native.archive import Archive
 from tests.support.checkpoint_tools import SHARDED, copied, error_of, everything, resume, same, train

@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lt_zero.comm.world import World
 from lt_zero.common.descriptors import count_run, explain_full_table, is_full_table, raise_limit
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io.direct_file import trouble, unreadable
+from lt_zero.core.comm.world import World
+from lt_zero.core.stores.direct_file import trouble, unreadable
 from tests.support.lightning_tools import GPT, sharded_trainer
 from tests.support.pool import Pool
 

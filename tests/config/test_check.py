@@ -16,7 +16,7 @@ import lt_zero
 from lt_zero import ZeroConfig
 from lt_zero.config.cli import config_command
 from lt_zero.config.load import examine
-from lt_zero.lightning.model_report import dtype_table, unit_table
+from lt_zero.training.lightning.model_report import dtype_table, unit_table
 from tests.support.pool import Pool
 
 CONFIG: dict[str, Any] = {

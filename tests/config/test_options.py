@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from lt_zero import ZeroConfig
-from lt_zero.comm.options import CommunicationOptions, RecordedCollectives
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.options import (
     communication_options,
@@ -23,11 +22,12 @@ from lt_zero.config.options import (
     recorded_collectives,
 )
 from lt_zero.config.precision import dtype_policy
-from lt_zero.engine.options import EngineOptions
+from lt_zero.core.comm.options import CommunicationOptions, RecordedCollectives
+from lt_zero.core.engine.options import EngineOptions
 from lt_zero.exchange.plan import MOMENTA, SIGNS, ExchangeKind
-from lt_zero.ops.codecs import INT8, TWO_BITS, TopK
-from lt_zero.ops.moments import moments_in
-from lt_zero.ops.nf4 import NF4
+from lt_zero.features.quantize.nf4 import NF4
+from lt_zero.kernels.codecs import INT8, TWO_BITS, TopK
+from lt_zero.kernels.moments import moments_in
 
 pytestmark = pytest.mark.filterwarnings("ignore::lt_zero.config.load.ConfigWarning")
 

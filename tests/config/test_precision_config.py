@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 
 from lt_zero import ConfigError, FabricZeroStrategy, ZeroConfig, ZeroPrecision, ZeroStrategy
 from lt_zero.config.precision import MODES, dtype_policy, on_min_scale, resolve_mode
-from lt_zero.engine.dtypes import ScalerRules
+from lt_zero.core.engine.dtypes import ScalerRules
 from tests.support.lightning_tools import QUIET
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lt_zero import ZeroStrategy
-from lt_zero.activation.checkpointing import installed
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.load import Loaded, examine
+from lt_zero.features.activation_checkpointing.checkpointing import installed
 from tests.support.lightning_tools import QUIET
 from tests.support.matrix import only
 from tests.support.paths import DATA

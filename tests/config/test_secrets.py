@@ -13,7 +13,7 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.config.cli import clean, key_statuses, with_origins
 from lt_zero.config.load import examine, shown
-from lt_zero.lightning.monitor.run_monitor import config_lines
+from lt_zero.training.lightning.monitor.run_monitor import config_lines
 
 SECRET = "hunter2-abcdefghijklmnopqrstuvwxyz-0123456789-and-more-of-it-so-that-it-is-cut-somewhere"
 FROM = "${oc.env:LT_ZERO_TEST_SECRET}"

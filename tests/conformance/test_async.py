@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lt_zero
 from lt_zero import CheckpointError
-from lt_zero.io import direct_file
+from lt_zero.core.stores import direct_file
 from tests.conformance.faces import FACES, GAS, Face, Settings, adamw, run
 from tests.support.checkpoint_tools import Gate
 from tests.support.matrix import only

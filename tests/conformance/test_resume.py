@@ -162,7 +162,7 @@ MOVES = [
 
 @pytest.mark.parametrize(
     ("face", "number"),
-    # Of a Trainer: tests/checkpoint/test_reshard.py; of a loop: tests/loop/test_engine_loop.py.
+    # Of a Trainer: tests/checkpoint/test_reshard.py; of a loop: tests/training/loop/test_engine_loop.py.
     only_rows([("fabric", 1)], itertools.product(FACES, range(len(MOVES)))),
 )
 def test_a_run_goes_on_at_another_world_size_and_stage(pool: Pool, tmp_path: Path, face: str, number: int) -> None:
@@ -204,6 +204,8 @@ def _takes(path: str, states: bool, face: Face) -> list[Tensor]:
     return [lt_zero.full_master(p) for p in face.net.parameters()]
 
 
-@pytest.mark.parametrize("face", only(["fabric"], ["fabric", "loop"]))  # that of a Trainer: tests/lightning/test_ema.py
+@pytest.mark.parametrize(
+    "face", only(["fabric"], ["fabric", "loop"])
+)  # that of a Trainer: tests/features/ema/test_callback.py
 def test_other_faces_go_on_with_the_trained_weights(pool: Pool, tmp_path: Path, face: str) -> None:
     pool.run(2, _averaged, face, str(tmp_path))

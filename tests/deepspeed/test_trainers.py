@@ -115,7 +115,7 @@ def _status() -> None:
 def _generation() -> None:
     """What TRL does around the generation of a model at stage 3, and for log-probabilities before training."""
     from lt_zero.deepspeed.engines import initialize
-    from lt_zero.loop.engine import ended
+    from lt_zero.training.loop.engine import ended
 
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     torch.manual_seed(0)

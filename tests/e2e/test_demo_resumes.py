@@ -15,7 +15,7 @@ import torch
 
 from lt_zero.checkpoint.open import open_source
 from lt_zero.checkpoint.source import Spec
-from lt_zero.ops.moments import SMALLEST, decode, encode
+from lt_zero.kernels.moments import SMALLEST, decode, encode
 from tests.support.launchers import environment
 from tests.support.paths import ROOT
 

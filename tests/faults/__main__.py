@@ -88,7 +88,12 @@ def _campaign(cases: list[Case], chosen: argparse.Namespace) -> int:
 def _preload() -> None:
     """Import once what the processes of cases need, which are forked from this one."""
     importlib.import_module("tests.support.preload")
-    for name in ("lt_zero.loop.initialize", "lt_zero.lightning.strategy", "lt_zero.lightning.fabric", "lt_zero.cli"):
+    for name in (
+        "lt_zero.training.loop.initialize",
+        "lt_zero.training.lightning.strategy",
+        "lt_zero.training.lightning.fabric",
+        "lt_zero.cli",
+    ):
         importlib.import_module(name)
     importlib.import_module("torch.distributed.run")
     gc.collect()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lt_zero.attention import BigBird, Fixed, LocalSlidingWindow, Pattern, sparse_attention
-from lt_zero.attention.sparse import allowed_elements, dense
+from lt_zero.features.sparse_attention.sparse import allowed_elements, dense
 
 pytestmark = pytest.mark.gpu
 

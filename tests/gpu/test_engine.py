@@ -12,7 +12,7 @@ import torch
 
 import lt_zero
 from lt_zero.config.precision import dtype_policy
-from lt_zero.engine.full_params import restore_whole
+from lt_zero.core.engine.full_params import restore_whole
 from lt_zero.optim import Lamb
 from lt_zero.optim.muon import orthogonalize
 from tests.support.gpu_engine import LOW, STEPS, batch, far, loss_of, net, plain, sgd, sharded

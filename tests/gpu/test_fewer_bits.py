@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ops
-from lt_zero.ops.moments import coded_nbytes
-from lt_zero.ops.nf4 import NF4
-from lt_zero.ops.rounding import ElementRows
+from lt_zero.features.quantize.nf4 import NF4
+from lt_zero.kernels.moments import coded_nbytes
+from lt_zero.kernels.rounding import ElementRows
 from tests.support.parity import RELEASE, STAGES, config_of, full_values
 
 pytestmark = pytest.mark.gpu

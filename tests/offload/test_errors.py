@@ -18,9 +18,9 @@ from torch import nn
 
 import lt_zero
 from lt_zero.config import ZeroConfig
-from lt_zero.io import direct_file as io
-from lt_zero.io.thread_pool import SwapError
-from lt_zero.step.supported_optimizers import states_per_element
+from lt_zero.core.step.supported_optimizers import states_per_element
+from lt_zero.core.stores import direct_file as io
+from lt_zero.core.stores.thread_pool import SwapError
 from tests.support.matrix import only
 from tests.support.models import Net, next_token_loss
 from tests.support.offload_runs import blocks, train
@@ -195,7 +195,7 @@ def test_what_a_disk_made_up_is_an_error_of_all(pool: Pool, tmp_path: Path) -> N
 
 
 def _no_room(path: str) -> str:
-    import lt_zero.io.private_folder as folder
+    import lt_zero.offload.private_folder as folder
 
     before = folder.free_bytes
     folder.free_bytes = lambda _: 1000 if dist.get_rank() == 1 else before(Path(path))  # type: ignore[assignment]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero.checkpoint.native.pieces import full_optimizer_state
-from lt_zero.engine.whole_model import full_state_dict
+from lt_zero.core.engine.whole_model import full_state_dict
 from tests.support.matrix import cover, only
 from tests.support.offload_runs import blocks, same
 from tests.support.parity import config_of, full_values

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import lt_zero
 import lt_zero.offload.host_store as host_store
 from lt_zero.checkpoint.native.pieces import full_optimizer_state, load_full_optimizer_state
-from lt_zero.engine.full_params import restore_whole
-from lt_zero.engine.whole_model import full_state_dict
+from lt_zero.core.engine.full_params import restore_whole
+from lt_zero.core.engine.whole_model import full_state_dict
 from tests.support.lightning_tools import GPT, weights
 from tests.support.matrix import only_rows
 from tests.support.models import Net, next_token_loss

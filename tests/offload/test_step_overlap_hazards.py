@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.engine.whole_model import full_state_dict
-from lt_zero.io.thread_pool import SwapError
+from lt_zero.core.engine.whole_model import full_state_dict
+from lt_zero.core.step.fused_step import FusedStep
+from lt_zero.core.stores.store import Store
+from lt_zero.core.stores.thread_pool import SwapError
 from lt_zero.offload import copy_streams
 from lt_zero.offload.background import Background, Job
-from lt_zero.offload.store import Store
-from lt_zero.step.fused_step import FusedStep
 from tests.support.matrix import cover, only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.offload_runs import same

@@ -16,13 +16,13 @@ import torch
 from lt_zero.common.codec import Codec
 from lt_zero.config.blocks import Aio
 from lt_zero.config.options import io_options
-from lt_zero.engine import offload_manager
-from lt_zero.io.pinned import aligned_buffer
+from lt_zero.core.engine import offload_manager
+from lt_zero.core.stores.pinned import aligned_buffer
+from lt_zero.core.stores.store import CODES, Place, Speed, Store
+from lt_zero.features.quantize.nf4 import RESTING
+from lt_zero.kernels.moments import CodedMoments, PlainMoments, decode
 from lt_zero.offload import host_store, nvme_store
 from lt_zero.offload.host_store import FedStore, HostLink, HostStore, StreamedStore
-from lt_zero.offload.store import CODES, Place, Speed, Store
-from lt_zero.ops.moments import CodedMoments, PlainMoments, decode
-from lt_zero.ops.nf4 import RESTING
 from tests.support.matrix import only_rows
 from tests.support.offload_runs import in_memory, same, train
 from tests.support.overlap_runs import offload

@@ -15,10 +15,10 @@ from torch.nn import Parameter
 
 from lt_zero import ZeroConfig, ZeroStrategy
 from lt_zero.common.errors import ConfigError
+from lt_zero.core.step.supported_optimizers import check_supported, states_by_group
 from lt_zero.optim import Muon, build_optimizer, muon_groups
 from lt_zero.optim.muon import divide, orthogonalize
 from lt_zero.planning.estimate import states_of
-from lt_zero.step.supported_optimizers import check_supported, states_by_group
 from tests.support.lightning_tools import single_trainer
 
 SHAPES = [(7, 5), (5, 7), (6, 6), (1, 9)]

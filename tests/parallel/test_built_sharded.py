@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 import lt_zero
 from lt_zero import FabricZeroStrategy
 from lt_zero.common.errors import ConfigError
-from lt_zero.engine import materialize
-from lt_zero.engine.guard import is_guarded
+from lt_zero.core.engine import materialize
+from lt_zero.core.engine.guard import is_guarded
 from lt_zero.parallel.mesh import ParallelMesh
 from tests.support.lightning_tools import sharded_trainer, single_trainer, torchrun_env
 from tests.support.llamas import Llama, rules

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import lt_zero
-from lt_zero.build import built_by
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.load import as_lightning, restore_weights
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names, weight_fragments
 from lt_zero.checkpoint.native.save import bundle, make_directory, write
-from lt_zero.ops.moments import CodedMoments
-from lt_zero.session.checkpoints import Progress, restore_optimizers
+from lt_zero.kernels.moments import CodedMoments
+from lt_zero.training.build import built_by
+from lt_zero.training.checkpoints import Progress, restore_optimizers
 from tests.support.matrix import only_rows
 from tests.support.parallel_nets import Net, Ranks, Run, all_states, all_weights, reference_step, start
 from tests.support.parity import OPTIMIZERS, STAGES
@@ -114,7 +114,7 @@ CODED = partial(Net, hidden=48)  # 6 x 48 elements: blocks of 256 are others whe
 
 def _coded(ranks: Ranks, stage: int, path: str, first: int) -> list[dict[str, dict[str, Tensor]]]:
     """What the run had when it was saved, or restored, and one step later."""
-    with mock.patch("lt_zero.ops.moments.SMALLEST", 100):
+    with mock.patch("lt_zero.kernels.moments.SMALLEST", 100):
         run = start(ranks, stage, "adamw", CODED, optimizer_states={"dtype": "int8"})
     if first:
         load(run, path)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lt_zero.activation.checkpointing import installed
 from lt_zero.common.compat import is_compiled
+from lt_zero.features.activation_checkpointing.checkpointing import installed
+from lt_zero.features.ema.average import WeightAverage
 from lt_zero.offload import host_store
 from lt_zero.parallel.mesh import ParallelSizes
-from lt_zero.step.average import WeightAverage
 from tests.support.blended import Attend, Blend, OneProcess, start
 from tests.support.combinations import ALL, COMBINATIONS, FEATURES, MORE, PAGE, PAIRS, RUNS, keys_of, page, refusal
 from tests.support.matrix import only_rows

@@ -16,7 +16,7 @@ from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.pieces import full_optimizer_state
 from lt_zero.checkpoint.open import open_source
 from lt_zero.cli import app
-from lt_zero.lightning.precision import sharded_of
+from lt_zero.training.lightning.precision import sharded_of
 from tests.support.lightning_tools import FULL, sharded_trainer
 from tests.support.matrix import only
 from tests.support.parallel_module import BATCH, Module

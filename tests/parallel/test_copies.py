@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lt_zero import gathered
-from lt_zero.engine.guard import is_guarded, owner_of
+from lt_zero.core.engine.guard import is_guarded, owner_of
 from tests.support.lightning_tools import sharded_trainer, trust
 from tests.support.parallel_module import BATCH, Module
 from tests.support.pool import Pool
@@ -93,7 +93,7 @@ def _copies(stage: int) -> None:
     sharded_trainer(stage, config=CONFIG, max_steps=1).fit(twin, **trust(None))
 
 
-@pytest.mark.slow  # engine/test_copies.py copies modules that are not cut
+@pytest.mark.slow  # core/engine/test_copies.py copies modules that are not cut
 @pytest.mark.parametrize("stage", range(4))
 def test_a_copy_is_a_module_of_its_own(pool: Pool, stage: int) -> None:
     pool.run(4, _copies, stage)

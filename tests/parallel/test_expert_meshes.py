@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import grad_norm
 
 import lt_zero
-from lt_zero.engine.guard import owner_of
+from lt_zero.core.engine.guard import owner_of
 from lt_zero.parallel.first_gradients import FirstGradients
 from lt_zero.parallel.mesh import ParallelSizes
 from tests.support.blended import OneProcess, start

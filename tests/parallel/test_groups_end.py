@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 
-from lt_zero.comm.world import World
 from lt_zero.common.compat import process_groups
+from lt_zero.core.comm.world import World
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from tests.support.pool import Pool
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import lt_zero
 from lt_zero.common.errors import CheckpointError
-from lt_zero.engine.guard import owner_of
+from lt_zero.core.engine.guard import owner_of
 from lt_zero.planning.check import measured
 from lt_zero.planning.forecast import WEIGHTS
 from tests.support.lightning_tools import FULL, sharded_trainer

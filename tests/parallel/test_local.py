@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import lt_zero
-from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.world import World
+from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.comm.world import World
 from lt_zero.parallel.local import LocalParts, localize
 from tests.support.matrix import only, only_rows
 from tests.support.parallel_nets import Net, batch, parallelize
@@ -44,7 +44,7 @@ def _compare_reads(what: str, grad: Any, whole: Any) -> None:
         for norm in (lambda g, o: g.norm(o), lambda g, o: torch._foreach_norm([g], o)[0]):
             assert float(norm(grad, order)) == pytest.approx(float(norm(whole, order)), rel=1e-4), (what, order)
     if not isinstance(grad, DTensor):
-        return  # tests/engine/test_gradient_edits.py
+        return  # tests/core/engine/test_gradient_edits.py
     reads: list[Callable[[Any], Any]] = [
         lambda g: g.sum().item(),
         lambda g: g.mean(),

@@ -12,12 +12,12 @@ from torch import nn
 
 import lt_zero
 from lt_zero import ZeroConfig, estimate
-from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.precision import dtype_policy
-from lt_zero.engine.bucket import Bucket, State
-from lt_zero.engine.storage_plan import DEVICE, HOST
+from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.bucket import Bucket, State
+from lt_zero.core.engine.storage_plan import DEVICE, HOST
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from lt_zero.planning import NotEnoughMemory, limits
 from lt_zero.planning.check import check_optimizers, measured, setup_of

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.precision import dtype_policy
-from lt_zero.engine.engine import Engine
+from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.engine import Engine
+from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.parallel import Pipeline
 from lt_zero.parallel.experts import SIZE
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
@@ -21,7 +22,6 @@ from lt_zero.parallel.pipeline import position
 from lt_zero.parallel.sequence.ranks import use
 from lt_zero.parallel.sequence.run import SequenceRun
 from lt_zero.parallel.stacked_experts import StackedExperts, take_over
-from lt_zero.step.loss_scale import LossScaleController
 from tests.support.matrix import only_rows
 from tests.support.model_mixtures import VOCABULARY, build
 from tests.support.parallel_nets import CPU

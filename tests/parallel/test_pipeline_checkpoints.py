@@ -17,9 +17,9 @@ import lt_zero
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.pieces import full_optimizer_state
-from lt_zero.engine.whole_model import full_state_dict
+from lt_zero.core.engine.whole_model import full_state_dict
 from lt_zero.parallel import LayerSpec
-from lt_zero.session.checkpoints import frozen_names, restore_optimizers
+from lt_zero.training.checkpoints import frozen_names, restore_optimizers
 from tests.support.lightning_tools import quick
 from tests.support.matrix import only, only_rows
 from tests.support.parity import OPTIMIZERS, STAGES

@@ -11,7 +11,6 @@ import pytest
 from torch import nn
 
 from lt_zero import ZeroConfig, estimate
-from lt_zero.build import built_by
 from lt_zero.common.errors import ConfigError
 from lt_zero.parallel.pipeline.schedules import bubble, in_flight, running
 from lt_zero.planning.check import measured
@@ -19,6 +18,7 @@ from lt_zero.planning.estimate import estimate_traffic
 from lt_zero.planning.forecast import GRADS, LOCAL, MASTER, MOMENTS, WEIGHTS
 from lt_zero.planning.sizes import Sizes, Stage, fullest, stages_of_module, stages_of_sizes
 from lt_zero.planning.transformer import Transformer
+from lt_zero.training.build import built_by
 from tests.support.matrix import only_rows
 from tests.support.pipelines import Model, Ranks, specs, start
 from tests.support.pool import Pool

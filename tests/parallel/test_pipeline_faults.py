@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lt_zero.core.step.loss_scale import NonFiniteError
 from lt_zero.parallel import LayerSpec, Pipeline
-from lt_zero.step.loss_scale import NonFiniteError
 from tests.support.lightning_tools import quick, sharded_trainer
 from tests.support.matrix import only, only_rows
 from tests.support.pipeline_module import Module

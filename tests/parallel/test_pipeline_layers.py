@@ -14,13 +14,13 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lt_zero.build import built_by
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.blocks import PipelineParallel
 from lt_zero.parallel import LayerSpec, Pipeline
 from lt_zero.parallel.pipeline import runner
 from lt_zero.parallel.pipeline.position import Position, at
 from lt_zero.planning.check import check_optimizers
+from lt_zero.training.build import built_by
 from tests.support.lightning_tools import quick
 from tests.support.matrix import only, only_rows
 from tests.support.parity import OPTIMIZERS

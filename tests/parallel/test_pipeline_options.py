@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lt_zero import ConfigError
-from lt_zero.activation.checkpointing import Checkpointing
 from lt_zero.common.compat import is_compiled
 from lt_zero.config.blocks import PipelineParallel
+from lt_zero.features.activation_checkpointing.checkpointing import Checkpointing
 from lt_zero.parallel import LayerSpec, Pipeline, TiedLayerSpec
 from lt_zero.parallel.pipeline.position import Position
 from tests.support.matrix import only, only_rows

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lt_zero.build import built_by
 from lt_zero.checkpoint.native.pieces import full_optimizer_state
 from lt_zero.common.errors import ConfigError
+from lt_zero.core.step.param_groups import compare_options
 from lt_zero.parallel import LayerSpec, Pipeline, TiedLayerSpec
-from lt_zero.step.param_groups import compare_options
+from lt_zero.training.build import built_by
 from tests.support.lightning_tools import quick, sharded_trainer
 from tests.support.matrix import only
 from tests.support.pipeline_module import Module

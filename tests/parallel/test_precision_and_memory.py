@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import lt_zero
-from lt_zero.build import built_by
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.precision import dtype_policy
+from lt_zero.core.step.loss_scale import LossScaleController
+from lt_zero.features.ema.average import WeightAverage
 from lt_zero.offload import host_store
-from lt_zero.step.average import WeightAverage
-from lt_zero.step.loss_scale import LossScaleController
+from lt_zero.training.build import built_by
 from tests.support.matrix import only, only_rows
 from tests.support.parallel_nets import (
     Net,

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import lt_zero
-from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.world import World
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face
+from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.comm.world import World
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from lt_zero.parallel.random import LocalRandom
-from lt_zero.session.session import Session
+from lt_zero.training.session import Session
 from tests.support.matrix import only, only_rows
 from tests.support.parallel_nets import CPU
 from tests.support.parity import RELEASE, config_of

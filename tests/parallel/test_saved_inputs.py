@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lt_zero.activation import stores
-from lt_zero.activation.checkpointing import installed
-from lt_zero.activation.partitioned import PartitionedStore
+from lt_zero.features.activation_checkpointing import stores
+from lt_zero.features.activation_checkpointing.checkpointing import installed
+from lt_zero.features.activation_checkpointing.partitioned import PartitionedStore
 from lt_zero.offload import host_store
 from tests.support.lightning_tools import quick, sharded_trainer
 from tests.support.matrix import only_rows

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from lt_zero.comm.sequence import SequenceGroup
-from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.common.errors import ConfigError
+from lt_zero.core.comm.sequence import SequenceGroup
+from lt_zero.core.comm.world import World
 from lt_zero.parallel import SequenceRanks, from_zigzag, sequence_attention, to_zigzag
 from lt_zero.parallel.sequence import attention
 from lt_zero.parallel.sequence.ranks import check_method, use

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lt_zero.comm.sequence import SequenceGroup
+from lt_zero.core.comm.sequence import SequenceGroup
 from lt_zero.parallel import SequenceRanks, token_mean
 from lt_zero.parallel.sequence import ranks as module
 from tests.support.pool import Pool

@@ -280,7 +280,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("model_type", "keys", "text"), REFUSED, ids=[text[:20] for *_, text in REFUSED])
 def test_models_that_mix_tokens_otherwise_are_refused(model_type: str, keys: dict[str, Any], text: str) -> None:
-    from lt_zero.attention.huggingface import register
+    from lt_zero.features.sparse_attention.huggingface import register
 
     register()
     with as_rank(0, 2) as ranks, pytest.raises(ConfigError, match=f"(?s){text}.*Choose another model"):

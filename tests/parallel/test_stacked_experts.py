@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lt_zero import ActivationCheckpointing
-from lt_zero.activation.checkpointing import Checkpointing
 from lt_zero.common.errors import ConfigError
+from lt_zero.features.activation_checkpointing.checkpointing import Checkpointing
 from lt_zero.parallel.experts import SIZE
 from lt_zero.parallel.stacked_experts import StackedExperts, take_over
 from tests.support.docs_tools import BLOCKS, run_text

@@ -16,19 +16,10 @@ from torch.distributed.tensor import DTensor
 import lt_zero
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.pieces import full_optimizer_state
-from lt_zero.engine.full_params import restore_whole
-from lt_zero.engine.whole_model import full_state_dict
+from lt_zero.core.engine.full_params import restore_whole
+from lt_zero.core.engine.whole_model import full_state_dict
 from tests.support.matrix import only, only_rows
-from tests.support.parallel_nets import (
-    Net,
-    Ranks,
-    Run,
-    all_states,
-    all_weights,
-    loss_of,
-    reference_step,
-    start,
-)
+from tests.support.parallel_nets import Net, Ranks, Run, all_states, all_weights, loss_of, reference_step, start
 from tests.support.parity import OPTIMIZERS, STAGES, full_grads
 from tests.support.pool import Pool
 

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 import lt_zero
 from lt_zero import ConfigError, ZeroConfig
-from lt_zero.activation.checkpointing import Checkpointing
 from lt_zero.cli import app
+from lt_zero.features.activation_checkpointing.checkpointing import Checkpointing
 from lt_zero.planning.activations import ActivationForecast, estimate_activations
 from lt_zero.planning.long_sequences import (
     LADDER,

@@ -18,17 +18,18 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero import Sizes, ZeroConfig, estimate
 from lt_zero.checkpoint.native.pieces import full_optimizer_state
-from lt_zero.comm.send_sizes import SendSizes
 from lt_zero.config.blocks import Checkpoint, OptimizerBlock
 from lt_zero.config.precision import dtype_policy
-from lt_zero.engine import storage_plan
-from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.gather import Residency
-from lt_zero.engine.storage_plan import DEVICE, HOST, NVME, StoragePlan
-from lt_zero.engine.whole_model import full_state_dict
+from lt_zero.core.comm.send_sizes import SendSizes
+from lt_zero.core.engine import storage_plan
+from lt_zero.core.engine.bucket import Bucket
+from lt_zero.core.engine.gather import Residency
+from lt_zero.core.engine.storage_plan import DEVICE, HOST, NVME, StoragePlan
+from lt_zero.core.engine.whole_model import full_state_dict
+from lt_zero.core.stores import store
+from lt_zero.core.stores.pinned import rounded
 from lt_zero.exchange import plan
-from lt_zero.io.pinned import rounded
-from lt_zero.offload import host_store, store
+from lt_zero.offload import host_store
 from lt_zero.offload.nvme_store import NvmeStore
 from lt_zero.optim import build_optimizer
 from lt_zero.planning.check import RESTING, measured

@@ -14,18 +14,18 @@ from typer.testing import CliRunner
 import lt_zero
 from lt_zero import Sizes, ZeroConfig, estimate
 from lt_zero.cli import app
-from lt_zero.comm.comm_log import CommLog
-from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.world import World
 from lt_zero.config.precision import dtype_policy
-from lt_zero.engine.bucket import Bucket, State
-from lt_zero.engine.storage_plan import DEVICE, HOST
+from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.bucket import Bucket, State
+from lt_zero.core.engine.storage_plan import DEVICE, HOST
 from lt_zero.parallel import Experts
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from lt_zero.planning.check import measured, setup_of
 from lt_zero.planning.estimate import estimate_traffic
 from lt_zero.planning.forecast import GATHERED, GRADS, MASTER, MOMENTS, REDUCE, WEIGHTS, forecast
 from lt_zero.planning.transformer import Transformer
+from lt_zero.training.lightning.monitor.comm_log import CommLog
 from tests.support.matrix import only_rows
 from tests.support.nodes import NodePool, Traffic
 from tests.support.parallel_nets import CPU

@@ -22,16 +22,16 @@ from typer.testing import CliRunner
 import lt_zero
 from lt_zero import NotEnoughMemory, Sizes, ZeroConfig, ZeroStrategy
 from lt_zero.cli import app
-from lt_zero.comm.process_groups import Communicators
 from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.tables import show
 from lt_zero.common.units import GB, format_bytes
-from lt_zero.engine.bucket import Bucket
-from lt_zero.lightning.model_report import unit_table
+from lt_zero.core.comm.process_groups import Communicators
+from lt_zero.core.engine.bucket import Bucket
 from lt_zero.planning import Machine, cheapest, check, check_host_memory, limits
 from lt_zero.planning.communicators import NBYTES
 from lt_zero.planning.estimate import misfit, settings, settings_table
 from lt_zero.planning.limits import Available, cgroup_limits, host_memory
+from lt_zero.training.lightning.model_report import unit_table
 from tests.support.lightning_tools import GPT, QUIET
 from tests.support.models import Net
 from tests.support.pool import Pool

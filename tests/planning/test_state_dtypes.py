@@ -14,7 +14,7 @@ import lt_zero
 from lt_zero import Sizes, ZeroConfig, estimate
 from lt_zero.cli import app
 from lt_zero.config.precision import dtype_policy, resolve_mode
-from lt_zero.engine.storage_plan import HOST, NVME
+from lt_zero.core.engine.storage_plan import HOST, NVME
 from lt_zero.planning.check import RESTING, measured
 from lt_zero.planning.forecast import GRADS, MASTER, MOMENTS, REDUCE, STATES, WEIGHTS
 from lt_zero.planning.state_dtypes import CHOICES, StateDtypes

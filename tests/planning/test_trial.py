@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 import lt_zero
 from lt_zero.cli import app
 from lt_zero.config.load import ConfigWarning, examine
-from lt_zero.lightning.function_trial import made_by
 from lt_zero.parallel import Pipeline, PipelineModule
 from lt_zero.planning.estimate import Setting
 from lt_zero.planning.search_space import Facts, choices_of, configured, plans_of
 from lt_zero.planning.sizes import stages_of_module
 from lt_zero.planning.trial import Order
+from lt_zero.training.lightning.function_trial import made_by
 from tests.support.lightning_tools import QUIET
 from tests.support.paths import ROOT
 from tests.support.pipelines import batch, mean_loss, specs

@@ -12,7 +12,7 @@ STARTS = (
     "stages 1 and 2",
     "stages 0 and 1, three micro-batches a step, clipped",
     "2 ranks, and",
-)  # one micro-batch: tests/engine/test_bitwise.py
+)  # one micro-batch: tests/core/engine/test_bitwise.py
 FAST = [claim for claim in CLAIMS if claim.compared.startswith(STARTS)]
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import lt_zero
-from lt_zero.session.checkpoints import export_weights
+from lt_zero.training.checkpoints import export_weights
 from tests.support.docs_tools import BLOCKS, SmallTrainer, execute
 from tests.support.parity import RELEASE, config_of
 from tests.support.pool import Pool

@@ -12,15 +12,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim import Optimizer
 
 import lt_zero
-from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.world import World
 from lt_zero.config.precision import dtype_policy
-from lt_zero.engine.engine import Engine
+from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.engine import Engine
+from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.parallel import LayerSpec, PartialGradient, Pipeline, sequence_attention, token_mean
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from lt_zero.parallel.pipeline import position
 from lt_zero.parallel.sequence.ranks import current, use
-from lt_zero.step.loss_scale import LossScaleController
 from tests.support.mixtures import WIDTH, MixtureBlock
 from tests.support.parallel_nets import CPU, Adapter, Feed
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of

@@ -18,8 +18,8 @@ from lt_zero.checkpoint.formats.reading import opened
 from lt_zero.checkpoint.formats.records import is_values, records_of
 from lt_zero.checkpoint.native.pieces import full_optimizer_state
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io import direct_file
-from lt_zero.lightning.precision import sharded_of
+from lt_zero.core.stores import direct_file
+from lt_zero.training.lightning.precision import sharded_of
 from tests.support.lightning_tools import GPT, sharded_trainer, trust
 
 

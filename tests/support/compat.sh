@@ -4,7 +4,7 @@
 #     COMPILER=none JOBS=1 tests/support/compat.sh FOLDER TEST...
 #
 # COMPILER=none: PATH has links to all programs except compilers, and kernels that were built before are not found. The
-# tests of kernels in tests/ops need a compiler, and fail.
+# tests of kernels in tests/kernels need a compiler, and fail.
 set -eu
 folder=$(cd "$1" && pwd)
 shift

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lt_zero import ZeroPrecision, ZeroStrategy
 from lt_zero.config.blocks import Comet, CsvMonitor, TensorBoard, Wandb
-from lt_zero.lightning.monitor import breakdown, step_metrics
+from lt_zero.training.lightning.monitor import breakdown, step_metrics
 from tests.support.lightning_tools import QUIET, torchrun_env
 
 

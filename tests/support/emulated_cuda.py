@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lt_zero.ops.compiler import CSRC, CompileJob, run
+from lt_zero.kernels.compiler import CSRC, CompileJob, run
 from tests.support.paths import SUPPORT
 
 HERE = SUPPORT / "cuda_on_cpu"

@@ -18,13 +18,13 @@ from lt_zero.checkpoint.universal import earlier_of
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.config.blocks.monitoring import CsvMonitor
 from lt_zero.config.load import examine
-from lt_zero.io.checked_file import BlockReader, FileRecord
-from lt_zero.io.run_file import RunFile
-from lt_zero.lightning.monitor.plot import read_drawn
-from lt_zero.lightning.monitor.reading import LogsError
-from lt_zero.loop import monitors
+from lt_zero.core.stores.checked_file import BlockReader, FileRecord
 from lt_zero.planning.tune_cli import _check_output
-from lt_zero.session.compare import RecordError, read_record
+from lt_zero.tools.compare.compare import RecordError, read_record
+from lt_zero.training.lightning.monitor.plot import read_drawn
+from lt_zero.training.lightning.monitor.reading import LogsError
+from lt_zero.training.loop import monitors
+from lt_zero.training.run_file import RunFile
 
 # ---- kinds of files -------------------------------------------------------------------------------------------------
 
@@ -134,16 +134,16 @@ READERS: list[tuple[str, str, Callable[[Path], object]]] = [
     ("checkpoint/formats/torch_file.py", "a.safetensors", open_source),
     ("checkpoint/formats/records.py", "a.pt", open_source),
     ("checkpoint/formats/reading.py", ".metadata", lambda file: open_source(file.parent)),
-    ("io/checked_file.py", "weights-00000.pt", _read_blocks),
-    ("io/run_file.py", "lt_zero.jsonl", lambda file: read_drawn(file.parent)),
-    ("io/run_file.py", "lt_zero.jsonl", _write_facts),
-    ("lightning/monitor/reading.py", "metrics.csv", read_drawn),
-    ("lightning/monitor/reading.py", "metrics.csv", lambda file: read_drawn(file.parent)),
-    ("lightning/monitor/reading.py", "Train_Samples_lr.csv", lambda file: read_drawn(file.parent)),
-    ("lightning/monitor/reading.py", "events.out.tfevents.1", lambda file: read_drawn(file.parent)),
-    ("loop/monitors.py", "Train_Samples_lr.csv", _write_events),
+    ("core/stores/checked_file.py", "weights-00000.pt", _read_blocks),
+    ("training/run_file.py", "lt_zero.jsonl", lambda file: read_drawn(file.parent)),
+    ("training/run_file.py", "lt_zero.jsonl", _write_facts),
+    ("training/lightning/monitor/reading.py", "metrics.csv", read_drawn),
+    ("training/lightning/monitor/reading.py", "metrics.csv", lambda file: read_drawn(file.parent)),
+    ("training/lightning/monitor/reading.py", "Train_Samples_lr.csv", lambda file: read_drawn(file.parent)),
+    ("training/lightning/monitor/reading.py", "events.out.tfevents.1", lambda file: read_drawn(file.parent)),
+    ("training/loop/monitors.py", "Train_Samples_lr.csv", _write_events),
     ("planning/tune_cli.py", "tuned.yaml", _check_output),
-    ("session/compare.py", "engine0.jsonl", lambda file: read_record(file.parent)),
+    ("tools/compare/compare.py", "engine0.jsonl", lambda file: read_record(file.parent)),
 ]
 ERRORS = (CheckpointError, ConfigError, LogsError, RecordError, OSError)
 BESIDE = {"lt_zero.jsonl": ("metrics.csv", "step,zero/loss\n0,1.0\n")}

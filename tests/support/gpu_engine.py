@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.comm.shard_group import ShardGroup
 from lt_zero.config.precision import dtype_policy
-from lt_zero.engine.engine import Engine
+from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.engine.engine import Engine
 from tests.support.parity import config_of
 
 WIDTH, DEPTH, STEPS = 64, 4, 4

@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 import lt_zero
-from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.world import World
+from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.comm.world import World
 from lt_zero.parallel import combine, dispatch, sequence_attention
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from tests.support.mixtures import NUMBER, FeedForwards, dense

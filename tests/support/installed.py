@@ -16,8 +16,8 @@ from pathlib import Path
 STEP = """
 import dataclasses
 import lightning as L, lt_zero
-from lt_zero.ops.compiler import CSRC, SHIPPED, cached, load, recipe_of
-from lt_zero.ops.library import declare, status
+from lt_zero.kernels.compiler import CSRC, SHIPPED, cached, load, recipe_of
+from lt_zero.kernels.library import declare, status
 from lightning.pytorch.demos.boring_classes import BoringModel
 assert lt_zero.__file__.startswith({folder!r}), lt_zero.__file__
 trainer = L.Trainer(strategy=lt_zero.ZeroStrategy(stage=3), accelerator="cpu", devices=1, max_steps=2, logger=False,

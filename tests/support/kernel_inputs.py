@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.ops.places import ElementPlace
-from lt_zero.ops.rounding import ElementRows, round_stochastic
+from lt_zero.kernels.places import ElementPlace
+from lt_zero.kernels.rounding import ElementRows, round_stochastic
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 

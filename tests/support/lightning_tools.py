@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lt_zero import ZeroStrategy
-from lt_zero.comm import hang_detection
-from lt_zero.comm.hang_detection import Patience
+from lt_zero.core.health import hang_detection
+from lt_zero.core.health.hang_detection import Patience
 from tests.support.models import VOCAB, Net
 
 # Each Trainer asks for callbacks of other packages, for which all that are installed are looked through.

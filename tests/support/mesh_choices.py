@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from lt_zero.common.units import GB, format_bytes
 from lt_zero.config import ZeroConfig
-from lt_zero.engine.storage_plan import DEVICE
+from lt_zero.core.engine.storage_plan import DEVICE
 from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.planning.estimate import Setting, estimate
 from lt_zero.planning.long_sequences import LADDER, RankPart, Remedies, activations_of

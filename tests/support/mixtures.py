@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lt_zero
-from lt_zero.build import built_by
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.load import as_lightning, restore_weights
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names, weight_fragments
 from lt_zero.checkpoint.native.save import bundle, make_directory, write
-from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.world import World
 from lt_zero.config.options import group_options
-from lt_zero.engine.engine import Engine
+from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.engine import Engine
 from lt_zero.exchange.choose import configure_group
 from lt_zero.parallel import Experts
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
-from lt_zero.session.checkpoints import Progress, restore_optimizers
+from lt_zero.training.build import built_by
+from lt_zero.training.checkpoints import Progress, restore_optimizers
 from tests.support.parallel_nets import CPU, all_states, all_weights
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of
 

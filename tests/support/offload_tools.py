@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lt_zero.io.pinned import aligned_buffer
-from lt_zero.io.swap_file import SwapFile
+from lt_zero.core.stores.pinned import aligned_buffer
+from lt_zero.offload.swap_file import SwapFile
 
 
 def noise(nbytes: int, seed: int = 0) -> Tensor:

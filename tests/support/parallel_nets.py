@@ -20,13 +20,13 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import Optimizer
 
 import lt_zero
-from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.world import World
 from lt_zero.config import ZeroConfig
-from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.dtypes import DtypePolicy
-from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import full_parameters, gather_own
+from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.bucket import Bucket
+from lt_zero.core.engine.dtypes import DtypePolicy
+from lt_zero.core.engine.engine import Engine
+from lt_zero.core.engine.full_params import full_parameters, gather_own
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of
 

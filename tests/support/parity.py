@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 import lt_zero
 from lt_zero import ZeroConfig
 from lt_zero.common.flat_storage import FlatStorage
-from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import full_parameters, gather_own
+from lt_zero.core.engine.engine import Engine
+from lt_zero.core.engine.full_params import full_parameters, gather_own
 
 STAGES = [0, 1, 2, 3]
 # The kernels fuse multiply and add, as torch's optimizers do on a CPU with AVX2 and up; elsewhere the last bits differ.
@@ -104,7 +104,7 @@ class CountedStorage(FlatStorage):
 def counted_storages() -> Iterator[type[CountedStorage]]:
     """Buckets that are made inside are counted, from 0, as long as they live."""
     CountedStorage.live = CountedStorage.most = 0
-    with mock.patch("lt_zero.engine.bucket.FlatStorage", CountedStorage):
+    with mock.patch("lt_zero.core.engine.bucket.FlatStorage", CountedStorage):
         yield CountedStorage
 
 

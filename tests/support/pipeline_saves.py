@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lt_zero.build import built_by
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.load import as_lightning, restore_weights
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names
 from lt_zero.checkpoint.native.save import bundle, make_directory, write
 from lt_zero.parallel import LayerSpec, TiedLayerSpec
-from lt_zero.session.checkpoints import Progress, beside, left_out_here, restore_optimizers, weights_to_save
+from lt_zero.training.build import built_by
+from lt_zero.training.checkpoints import Progress, beside, left_out_here, restore_optimizers, weights_to_save
 from tests.support.parallel_nets import all_states, all_weights
 from tests.support.pipelines import VOCABULARY, WIDTH, Block, Ranks, Run, head, start
 

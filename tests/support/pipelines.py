@@ -14,16 +14,16 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import lt_zero
-from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.world import World
 from lt_zero.config import ZeroConfig
-from lt_zero.engine.dtypes import DtypePolicy
-from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import full_parameters
+from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.dtypes import DtypePolicy
+from lt_zero.core.engine.engine import Engine
+from lt_zero.core.engine.full_params import full_parameters
+from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.parallel import LayerSpec, Pipeline, TiedLayerSpec
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from lt_zero.parallel.pipeline import position
-from lt_zero.step.loss_scale import LossScaleController
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 import lt_zero
 from lt_zero import ZeroConfig
-from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.world import World
+from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.comm.world import World
 from lt_zero.parallel.local import is_cut, spec_of
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from lt_zero.parallel.plan import PlanRow, parallelize, planned_parts

@@ -7,11 +7,11 @@ from unittest import mock
 
 import torch
 
-from lt_zero.activation import checkpointing, stores
-from lt_zero.activation.checkpointing import installed
 from lt_zero.common import accelerator
 from lt_zero.common.compat import DispatchMode
-from lt_zero.offload import host_store, reuse
+from lt_zero.features.activation_checkpointing import checkpointing, reuse, stores
+from lt_zero.features.activation_checkpointing.checkpointing import installed
+from lt_zero.offload import host_store
 from tests.support.models import tokens
 from tests.support.reach_engine import Config, Lab, engine_of
 

@@ -16,13 +16,14 @@ import lt_zero
 from lt_zero import ZeroConfig
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.options import exchange_options
-from lt_zero.engine.bucket import State
-from lt_zero.engine.engine import Engine
-from lt_zero.engine.grad_reducer import GradReducer
-from lt_zero.exchange.gradient_compression import GradientCompression
-from lt_zero.lightning.precision import ZeroPrecision
-from lt_zero.ops import TopK, library
+from lt_zero.core.engine.bucket import State
+from lt_zero.core.engine.engine import Engine
+from lt_zero.core.engine.grad_reducer import GradReducer
+from lt_zero.features.compression.gradient_compression import GradientCompression
+from lt_zero.kernels import library
+from lt_zero.ops import TopK
 from lt_zero.planning.limits import NotEnoughMemory
+from lt_zero.training.lightning.precision import ZeroPrecision
 from tests.support.models import VOCAB, Net, tokens
 from tests.support.parity import full_values
 from tests.support.pool import Pool

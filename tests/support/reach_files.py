@@ -11,10 +11,10 @@ from unittest import mock
 import torch
 
 from lt_zero.config.options import engine_options
-from lt_zero.engine import offload_manager
-from lt_zero.io.swap_file import SwapFile
-from lt_zero.io.thread_pool import IoPool, SwapError
+from lt_zero.core.engine import offload_manager
+from lt_zero.core.stores.thread_pool import IoPool, SwapError
 from lt_zero.offload import host_store
+from lt_zero.offload.swap_file import SwapFile
 from tests.support.offload_tools import change, noise
 from tests.support.reach_engine import Config, Lab, engine_of, plugin_of
 

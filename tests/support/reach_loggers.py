@@ -64,7 +64,7 @@ def comet(lab: Lab, config: Config) -> Any:
 
     with (
         fake("comet_ml", ExperimentConfig=SimpleNamespace, start=start),
-        mock.patch("lt_zero.lightning.monitor.loggers.rank_zero_info") as info,
+        mock.patch("lt_zero.training.lightning.monitor.loggers.rank_zero_info") as info,
     ):
         fit(lab, config, callbacks=[Stop()])
     told = [str(call.args[0]).split("=")[0] for call in info.call_args_list]

@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import lt_zero
 from lt_zero import ZeroConfig
-from lt_zero.activation import stores
-from lt_zero.activation.checkpointing import installed
-from lt_zero.activation.partitioned import PartitionedStore
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.applicability import Face
+from lt_zero.features.activation_checkpointing import stores
+from lt_zero.features.activation_checkpointing.checkpointing import installed
+from lt_zero.features.activation_checkpointing.partitioned import PartitionedStore
 from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.parallel.plan import parallelize as cut
-from lt_zero.session.session import Session
+from lt_zero.training.session import Session
 from tests.support.parallel_nets import Net, batch, parallelize
 from tests.support.reach_engine import Config, Lab, nested
 

@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader
 import lt_zero
 from lt_zero import ZeroConfig, ZeroStrategy
 from lt_zero.checkpoint.open import open_source
-from lt_zero.comm.ranks import LaunchOrder
 from lt_zero.common.errors import ConfigError
-from lt_zero.session import checkpoints
-from lt_zero.step.fused_step import FusedStep
-from lt_zero.step.loss_scale import LossScaleError, NonFiniteError
+from lt_zero.core.comm.ranks import LaunchOrder
+from lt_zero.core.step.fused_step import FusedStep
+from lt_zero.core.step.loss_scale import LossScaleError, NonFiniteError
+from lt_zero.training import checkpoints
 from tests.support.lightning_tools import QUIET, torchrun_env, trust
 from tests.support.reach_engine import Config, Lab, nested, short
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import lt_zero
-from lt_zero.exchange.late_ranks import tolerant_sum
+from lt_zero.features.late_nodes.late_ranks import tolerant_sum
 from tests.support.models import tokens
 from tests.support.pool import Pool
 from tests.support.reach_engine import Config, Lab, backward, engine_of

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import FabricZeroStrategy
-from lt_zero.session.recorder import RECORD
+from lt_zero.tools.compare.recorder import RECORD
 from tests.support import parallel_module, pipeline_module, sequences
 from tests.support.lightning_tools import sharded_trainer, torchrun_env
 from tests.support.mixtures import WIDTH, Mixture
@@ -46,8 +46,8 @@ def planted(layer: str | None, calls: int) -> Iterator[None]:
                 module.register_forward_hook(hook)
         recorded(engine, *rest)
 
-    recorded = lt_zero.session.session.record  # type: ignore[attr-defined]
-    with mock.patch("lt_zero.session.session.record", plant):
+    recorded = lt_zero.training.session.record  # type: ignore[attr-defined]
+    with mock.patch("lt_zero.training.session.record", plant):
         yield
 
 

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lt_zero.comm.ranks import Ranks
-from lt_zero.comm.shard_group import Operation, ShardGroup
-from lt_zero.comm.transport import Connections, Group, Reduction, Transport
-from lt_zero.comm.work import CollectiveId, Done, Work, WorkList
-from lt_zero.comm.world import World
 from lt_zero.common import accelerator
+from lt_zero.core.comm.ranks import Ranks
+from lt_zero.core.comm.shard_group import Operation, ShardGroup
+from lt_zero.core.comm.transport import Connections, Group, Reduction, Transport
+from lt_zero.core.comm.work import CollectiveId, Done, Work, WorkList
+from lt_zero.core.comm.world import World
 
 _SLEEP = 5_000_000  # cycles that a GPU waits before a late collective: some milliseconds
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lt_zero.common import accelerator
 from lt_zero.common.flat_storage import FlatStorage
-from lt_zero.io import pinned
-from lt_zero.io.swap_file import SwapFile
+from lt_zero.core.stores import pinned
 from lt_zero.offload import host_store
+from lt_zero.offload.swap_file import SwapFile
 from tests.support.happens_before import DEFAULT, Event, Order, Recorder, Stream
 
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lt_zero.activation.checkpointing import open_store
-from lt_zero.activation.stores import ActivationStore
 from lt_zero.config.blocks import ActivationCheckpointing, Aio
 from lt_zero.config.options import io_options
+from lt_zero.features.activation_checkpointing.checkpointing import open_store
+from lt_zero.features.activation_checkpointing.stores import ActivationStore
 
 CPU = torch.device("cpu")
 WIDTH = 32

@@ -23,24 +23,24 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import lt_zero
 from lt_zero import ZeroConfig
-from lt_zero.activation import stores
 from lt_zero.checkpoint.native import save
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names, weight_fragments
 from lt_zero.checkpoint.native.save import Bundle
-from lt_zero.comm.shard_group import ShardGroup
-from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.config.options import group_options
 from lt_zero.config.precision import dtype_policy
-from lt_zero.engine.lazy_tensor import Fragment
+from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.lazy_tensor import Fragment
+from lt_zero.core.step.loss_scale import _SkipFlag
+from lt_zero.core.stores.checked_file import Sink, StagingRing
 from lt_zero.exchange.choose import configure_group
-from lt_zero.io.checked_file import Sink, StagingRing
-from lt_zero.ops import dispatch, library
+from lt_zero.features.activation_checkpointing import stores
+from lt_zero.features.ema.average import WeightAverage
+from lt_zero.kernels import dispatch, library
 from lt_zero.parallel.mesh import mesh_of
-from lt_zero.session import checkpoints
-from lt_zero.session.checkpoints import Saver, Saving
-from lt_zero.step.average import WeightAverage
-from lt_zero.step.loss_scale import _SkipFlag
+from lt_zero.training import checkpoints
+from lt_zero.training.checkpoints import Saver, Saving
 from tests.support.happens_before import HOST, Clock, Order
 from tests.support.simulated import LateGroup
 from tests.support.simulated_device import machine

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import lt_zero
 from lt_zero import ZeroStrategy
-from lt_zero.comm import work
+from lt_zero.core.comm import work
 from tests.support.lightning_tools import GPT, sharded_trainer
 from tests.support.models import Net, next_token_loss
 from tests.support.paths import PACKAGE, ROOT

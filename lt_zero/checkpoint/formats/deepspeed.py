@@ -52,8 +52,8 @@ class DeepSpeedSource(ForeignSource):
     Attributes:
         left_out: names of frozen parameters that were not saved.
         steps: that DeepSpeed has counted, skipped ones included.
-        loop: what its engine restores beside weights and optimizer, as ours saves it (loop/engine.py); of use unless
-            Lightning wrote the checkpoint.
+        loop: what its engine restores beside weights and optimizer, as ours saves it (training/loop/engine.py); of use
+            unless Lightning wrote the checkpoint.
     """
 
     def __init__(

@@ -41,8 +41,8 @@ from lt_zero.checkpoint.formats.records import (
 )
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.tensor_tree import dense_tensors
-from lt_zero.io.direct_file import unreadable
-from lt_zero.io.regular_file import open_bytes, own_path, read_bytes
+from lt_zero.core.stores.direct_file import unreadable
+from lt_zero.core.stores.regular_file import open_bytes, own_path, read_bytes
 
 VERSION = "pytorch-lightning_version"  # in every checkpoint that Lightning wrote
 _ZIP, _OLD_FORMAT = b"PK\x03\x04", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."

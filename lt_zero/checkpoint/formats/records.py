@@ -28,8 +28,8 @@ from typing import IO, NamedTuple
 from torch import Tensor
 
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io.direct_file import unreadable
-from lt_zero.io.regular_file import open_regular
+from lt_zero.core.stores.direct_file import unreadable
+from lt_zero.core.stores.regular_file import open_regular
 
 PIECE = 256 << 10  # bytes that are read at a time
 _PART = 16 << 20  # bytes of a large record that a thread checks

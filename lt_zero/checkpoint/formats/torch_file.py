@@ -21,7 +21,7 @@ from lt_zero.checkpoint.formats.foreign import ForeignSource, Saved, mapping, ti
 from lt_zero.checkpoint.formats.reading import opened
 from lt_zero.checkpoint.formats.records import Record, identity_of
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io.regular_file import open_bytes, own_path, parse_json, read_json
+from lt_zero.core.stores.regular_file import open_bytes, own_path, parse_json, read_json
 
 _MOST_INDEX = 1 << 28  # bytes; a million tensors take a half
 _NAMES = (  # in this order, as Hugging Face's tools look for them

@@ -22,24 +22,16 @@ from torch import Tensor
 
 from lt_zero.checkpoint.formats.reading import empty_bytes, explained
 from lt_zero.checkpoint.native.chunks import Chunk, meeting
-from lt_zero.checkpoint.native.directory import (
-    MANIFEST,
-    MOST_MANIFEST,
-    Manifest,
-    file_system,
-    is_url,
-    table,
-    texts,
-)
+from lt_zero.checkpoint.native.directory import MANIFEST, MOST_MANIFEST, Manifest, file_system, is_url, table, texts
 from lt_zero.checkpoint.native.plain import described_keys, restore
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.boxes import Box, cut_range, flat_index
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.tensor_tree import dense_tensors
-from lt_zero.engine.lazy_tensor import LazyTensor
-from lt_zero.io.checked_file import BlockReader
-from lt_zero.io.direct_file import unreadable
-from lt_zero.io.regular_file import read_bytes
+from lt_zero.core.engine.lazy_tensor import LazyTensor
+from lt_zero.core.stores.checked_file import BlockReader
+from lt_zero.core.stores.direct_file import unreadable
+from lt_zero.core.stores.regular_file import read_bytes
 
 ROWS = 64 << 20  # bytes of whole rows that are read at a time to copy columns of them
 

@@ -42,10 +42,10 @@ from lt_zero.checkpoint.native.chunks import Chunk, Chunks, Table
 from lt_zero.checkpoint.source import Spec
 from lt_zero.common.boxes import Box, check_cover
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io.checked_file import STEP, FileRecord, FileSink, Sink, StreamSink, WriterPool
-from lt_zero.io.direct_file import free_bytes, trouble
-from lt_zero.io.regular_file import read_start
-from lt_zero.io.staging import Staging, hidden_name, leftovers, staged, staging_path, sync_folder, whole_name
+from lt_zero.core.stores.checked_file import STEP, FileRecord, FileSink, Sink, StreamSink, WriterPool
+from lt_zero.core.stores.direct_file import free_bytes, trouble
+from lt_zero.core.stores.regular_file import read_start
+from lt_zero.core.stores.staging import Staging, hidden_name, leftovers, staged, staging_path, sync_folder, whole_name
 
 MANIFEST = "manifest.json"
 README = "README.txt"  # not in the manifest: it may be edited or missing

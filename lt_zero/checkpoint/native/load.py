@@ -12,7 +12,7 @@ Note [Weights of a checkpoint]
     the trained weights, which such a checkpoint has, too. So a run that goes on with the states goes on with these.
 
 Note [Order of a restore]
-    Weights, session/checkpoints.py's ``Progress``, optimizers: what steps leave in the compute copies is made of the
+    Weights, training/checkpoints.py's ``Progress``, optimizers: what steps leave in the compute copies is made of the
     loaded weights.
 """
 
@@ -49,11 +49,11 @@ from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
-from lt_zero.engine.engine import Engine
-from lt_zero.engine.guard import owner_of
-from lt_zero.engine.lazy_tensor import LazyTensor, elements_of, read_now
+from lt_zero.core.engine.engine import Engine
+from lt_zero.core.engine.guard import owner_of
+from lt_zero.core.engine.lazy_tensor import LazyTensor, elements_of, read_now
+from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.optim.schedules import Schedule
-from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 # Options of groups for which infinity makes no sense.
 _FINITE = ("lr", "initial_lr", "betas", "eps", "momentum", "dampening", "weight_decay", "alpha", "lr_decay")

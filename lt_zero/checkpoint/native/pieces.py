@@ -22,16 +22,16 @@ from lt_zero.common import plain_names
 from lt_zero.common.moment_form import PlainMoments
 from lt_zero.common.names import merged
 from lt_zero.common.progress_bar import progress_bar
-from lt_zero.engine.averaged_weights import average_of
-from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import gather_own, joined, refuse_parts
-from lt_zero.engine.layout import Piece
-from lt_zero.engine.lazy_tensor import Fragment, LazyTensor, elements_of, whole
-from lt_zero.engine.whole_model import sent
-from lt_zero.offload.store import Store, put_away
-from lt_zero.step.param_groups import compare_options
-from lt_zero.step.sharded_optimizer import ShardedOptimizer
+from lt_zero.core.engine.averaged_weights import average_of
+from lt_zero.core.engine.bucket import Bucket
+from lt_zero.core.engine.engine import Engine
+from lt_zero.core.engine.full_params import gather_own, joined, refuse_parts
+from lt_zero.core.engine.layout import Piece
+from lt_zero.core.engine.lazy_tensor import Fragment, LazyTensor, elements_of, whole
+from lt_zero.core.engine.whole_model import sent
+from lt_zero.core.step.param_groups import compare_options
+from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
+from lt_zero.core.stores.store import Store, put_away
 
 log = logging.getLogger("lt_zero")
 

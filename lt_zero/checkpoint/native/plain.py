@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lt_zero.engine.lazy_tensor import AbsentTensor, Fragment, LazyTensor
+from lt_zero.core.engine.lazy_tensor import AbsentTensor, Fragment, LazyTensor
 
 _ATOMS: tuple[Any, ...] = (type(None), bool, int, float, complex, str, bytes)
 Path = tuple[Any, ...]  # keys from the outermost container to a value

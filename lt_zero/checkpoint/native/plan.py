@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lt_zero.comm.world import World
 from lt_zero.common.boxes import Box, Shape, check_cover, cut_range
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.names import merged
-from lt_zero.engine.lazy_tensor import Fragment
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.lazy_tensor import Fragment
 
 LARGEST = 1 << 30  # maximum bytes of a box, so that replicated tensors can be divided among the ranks
 _SHOWN = 4  # ranks, and boxes of each, in an error

@@ -33,18 +33,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.comm.objects import packed
-from lt_zero.comm.world import World
 from lt_zero.common import plain_names
 from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.compat import clean_name
 from lt_zero.common.names import merged
-from lt_zero.engine.averaged_weights import average_of
-from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.buffers import digests
-from lt_zero.engine.engine import Engine
-from lt_zero.engine.exchange import BucketResiduals
-from lt_zero.engine.lazy_tensor import Fragment, elements_of, whole
+from lt_zero.core.comm.objects import packed
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.averaged_weights import average_of
+from lt_zero.core.engine.bucket import Bucket
+from lt_zero.core.engine.buffers import digests
+from lt_zero.core.engine.engine import Engine
+from lt_zero.core.engine.exchange import BucketResiduals
+from lt_zero.core.engine.lazy_tensor import Fragment, elements_of, whole
 
 RESIDUALS, RANK_BUFFERS = "gradient_compression", "rank_buffers"  # keys in a Lightning checkpoint
 _UNKNOWN = b""  # the digest of a value that cannot be pickled

@@ -45,7 +45,6 @@ from lt_zero.checkpoint.native.plan import (
     unite,
 )
 from lt_zero.checkpoint.native.torchfile import TensorRecord, TorchFile
-from lt_zero.comm.world import World
 from lt_zero.common import accelerator
 from lt_zero.common.boxes import Box, flat_index
 from lt_zero.common.compat import storage_info
@@ -54,9 +53,10 @@ from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import without_gc
 from lt_zero.common.units import exact_bytes
 from lt_zero.common.users_code import warn
-from lt_zero.engine.lazy_tensor import Fragment, LazyTensor
-from lt_zero.io.checked_file import FileRecord, Sink, StagingRing
-from lt_zero.io.pinned import host_buffer
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.lazy_tensor import Fragment, LazyTensor
+from lt_zero.core.stores.checked_file import FileRecord, Sink, StagingRing
+from lt_zero.core.stores.pinned import host_buffer
 
 LT_ZERO = "lt_zero"  # key of this package's entries in a Lightning checkpoint
 TRAINED_WEIGHTS = "lt_zero_trained"  # key of trained weights beside averages

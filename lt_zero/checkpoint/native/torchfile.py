@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lt_zero.io.pinned import view_of
+from lt_zero.core.stores.pinned import view_of
 
 _U32, _DESCRIBED, _PADDING = 0xFFFFFFFF, 0x0008, 0x5A4C  # of zip: largest short size, flag of a descriptor, a tag
 ALIGNMENT = 64  # bytes, of values in the file: as torch.save does, for mmap

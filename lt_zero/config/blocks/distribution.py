@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from lt_zero.comm.options import CommunicationOptions
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.fields import Block, Elements, Folder, Names, Positive, Real, Whole, key, lower, scalars
 from lt_zero.common.numbers import to_whole_number
+from lt_zero.core.comm.options import CommunicationOptions
 
 
 def _stage(value: Any) -> Any:

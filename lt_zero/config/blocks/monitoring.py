@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, SecretStr
 
-from lt_zero.comm.options import OPERATIONS
 from lt_zero.common.fields import Block, Elements, Names, Positive, Real, Whole, key
+from lt_zero.core.comm.options import OPERATIONS
 
 # DeepSpeed's documentation writes null for "not given", its code an empty string.
 _none_if_empty = BeforeValidator(lambda value: value or None)

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lt_zero.common.errors import ConfigError, add_note
 from lt_zero.common.names import merged
 from lt_zero.config.blocks import PipelineParallel
-from lt_zero.engine.same_on_ranks import model_facts
+from lt_zero.core.engine.same_on_ranks import model_facts
 from lt_zero.parallel.pipeline.models import ModelParts, fill, targets_of
 from lt_zero.parallel.pipeline.partition import divide, forward_seconds, own_numels, weights_of
 from lt_zero.parallel.pipeline.position import Position, current, of_first_rank

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lt_zero.comm.process_groups import rank_and_size
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.blocks import PipelineParallel
 from lt_zero.config.load import examine
+from lt_zero.core.comm.process_groups import rank_and_size
 from lt_zero.parallel.pipeline.layers import Loss, Manner, Pipeline
 from lt_zero.parallel.pipeline.position import Position
 from lt_zero.parallel.pipeline.specs import Layer

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from lt_zero.comm.process_groups import exists
-from lt_zero.comm.world import World
 from lt_zero.config.blocks import PipelineParallel
+from lt_zero.core.comm.process_groups import exists
+from lt_zero.core.comm.world import World
 
 
 @dataclass(frozen=True)

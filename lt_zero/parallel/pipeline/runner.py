@@ -4,7 +4,7 @@ Note [Gradients of a pipeline]
     All forwards and backwards run while the pipeline is called, in ``training_step``, and the loss that it returns has
     nothing left to compute: its backward only checks that the loss was not multiplied by anything that the gradients
     do not know. Gradients that are not sharded are reduced in the last backward of this rank, those that are in each.
-    Layers at several stages wait for the step: engine/grad_reducer.py, Note [Wide buckets].
+    Layers at several stages wait for the step: core/engine/grad_reducer.py, Note [Wide buckets].
 
 Note [Shapes]
     A rank posts its receives before the sender has computed what it sends, so it has to know the shapes. For each form
@@ -40,14 +40,14 @@ from torch.distributed.pipelining import (
     schedules,
 )
 
-from lt_zero.comm.point_to_point import transfers_over, watched
-from lt_zero.comm.ranks import Ranks
 from lt_zero.common import accelerator
 from lt_zero.common.errors import add_note
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.tensor_tree import iter_tensors
-from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.engine import Engine
+from lt_zero.core.comm.point_to_point import transfers_over, watched
+from lt_zero.core.comm.ranks import Ranks
+from lt_zero.core.engine.bucket import Bucket
+from lt_zero.core.engine.engine import Engine
 from lt_zero.parallel.pipeline.batches import Form, cut, forms_of, joined, micro_batches, rows_in
 from lt_zero.parallel.pipeline.layers import Pipeline
 from lt_zero.parallel.pipeline.schedules import running

@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
-from lt_zero.comm.sequence import ProcessGroup, SequenceGroup, place_in, whole_heads
 from lt_zero.common import accelerator
 from lt_zero.common.errors import ConfigError
+from lt_zero.core.comm.sequence import ProcessGroup, SequenceGroup, place_in, whole_heads
 from lt_zero.parallel.random import draw_seed, seed_of, seeded
 from lt_zero.parallel.sequence.ranks import check_method, current, from_zigzag, parts_of
 

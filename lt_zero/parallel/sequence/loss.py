@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.comm.ranks import Ranks
-from lt_zero.comm.sequence import world_of
+from lt_zero.core.comm.ranks import Ranks
+from lt_zero.core.comm.sequence import world_of
 from lt_zero.parallel.sequence.ranks import current
 
 OVER = ("sequence", "data")

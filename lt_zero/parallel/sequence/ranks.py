@@ -18,10 +18,10 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from lt_zero.comm.process_groups import exists
-from lt_zero.comm.ranks import Ranks
-from lt_zero.comm.sequence import ProcessGroup, SequenceGroup
 from lt_zero.common.errors import ConfigError
+from lt_zero.core.comm.process_groups import exists
+from lt_zero.core.comm.ranks import Ranks
+from lt_zero.core.comm.sequence import ProcessGroup, SequenceGroup
 
 METHODS = ("ulysses", "gather")
 

@@ -20,10 +20,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lt_zero.comm.world import World
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.users_code import warn
-from lt_zero.engine.engine import Engine
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.engine import Engine
 from lt_zero.parallel.pipeline.layers import pipeline_of
 from lt_zero.parallel.random import draw_seed, seed_of, seeded
 from lt_zero.parallel.sequence.batches import (

@@ -1,0 +1,239 @@
+"""The offload of one engine: its buckets in host memory or files, and the background step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from typing_extensions import override
+
+from lt_zero.common import accelerator
+from lt_zero.common.progress_bar import progress_bar
+from lt_zero.common.units import format_bytes
+from lt_zero.common.users_code import warn
+from lt_zero.core.comm.ranks import Ranks
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.bucket import Bucket
+from lt_zero.core.engine.bucket_weights import NO_COPY
+from lt_zero.core.engine.offload import Offload
+from lt_zero.core.engine.options import EngineOptions, StatesOffload
+from lt_zero.core.engine.storage_plan import DEVICE, HOST, NVME
+from lt_zero.core.stores.pinned import return_large_blocks
+from lt_zero.core.stores.store import Place, Speed, stream
+from lt_zero.core.stores.thread_pool import SwapError
+from lt_zero.offload.background import Background
+from lt_zero.offload.host_store import HostLink, host_place, is_apart
+from lt_zero.offload.nvme_store import NvmeFiles
+
+log = logging.getLogger("lt_zero")
+
+_PROBE = 256 << 20  # most bytes that a measurement of the disk moves
+# Devices of the configuration whose stores are streamed.
+_TIERS: dict[str, Callable[..., NvmeFiles]] = {"nvme": NvmeFiles}
+
+
+@dataclass(kw_only=True)
+class OffloadManager(Offload):
+    """Files, host link and background thread of one engine."""
+
+    how: StatesOffload
+    optim: NvmeFiles | None = None  # files of master weights, states and gradients
+    params: NvmeFiles | None = None  # files of the weights that gathers read
+    background: Background | None = None
+    host_link: HostLink | None = None
+    failure: SwapError | None = None  # the first error of a background step
+
+    @property
+    @override
+    def streams(self) -> bool:
+        return self.optim is not None
+
+    @override
+    def stream_buckets(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
+        assert self.optim is not None
+        groups = [bucket.stores_of_step for bucket in buckets]
+        with self.optim.streaming():
+            for number in stream(groups, self.optim.room, self.how.pipeline_read, self.how.pipeline_write):
+                yield buckets[number]
+
+    def note(self, error: Exception) -> None:
+        """Record an error of a background step. See background.py, Note [Errors in the thread]."""
+        if not isinstance(error, SwapError):
+            log.error("A step in the background failed", exc_info=error)
+            error = SwapError(f"a step in the background failed ({error!r}); restart from a checkpoint")
+        self.failure = self.failure or error
+
+    def streaming(self) -> AbstractContextManager[object]:
+        """Context for visiting buckets one by one. See ``NvmeFiles.streaming``."""
+        return self.optim.streaming() if self.optim is not None else nullcontext()
+
+    @property
+    def tiers(self) -> Collection[NvmeFiles]:
+        """The files."""
+        return dict.fromkeys(tier for tier in (self.optim, self.params) if tier is not None)
+
+    @override
+    def find_problem(self) -> SwapError | None:
+        problems = (tier.problem for tier in self.tiers)
+        return self.failure or next(filter(None, problems), None) or super().find_problem()
+
+    @override
+    def check(self, world: Ranks, name: str) -> None:
+        if self.has_files or self.overlaps:
+            with world.agree(name, SwapError):
+                if (problem := self.find_problem()) is not None:
+                    raise problem
+
+    @override
+    def refuse_partially_stepped(self, world: World, problem: str = "") -> None:
+        with world.agree("checking steps beside backward", SwapError):
+            if problem:
+                raise SwapError(problem)
+            if self.partially_stepped:
+                raise SwapError(
+                    f"{self.partially_stepped} were stepped during a backward that no optimizer step followed, so the "
+                    "weights are from two different steps. Load a checkpoint; to step only after backward, set "
+                    "zero_optimization.offload_optimizer.overlap_step=false."
+                )
+
+    def note_partially_stepped(self, buckets: str) -> None:
+        """Note that ``buckets`` are stepped in a backward, and the others are not yet."""
+        self.partially_stepped = buckets
+
+    def end_partially_stepped(self) -> None:
+        """Note that the others are stepped, too, or that all weights are replaced."""
+        self.partially_stepped = ""
+
+    def accept_partially_stepped(self) -> None:
+        if self.partially_stepped:
+            ahead = self.partially_stepped
+            self.end_partially_stepped()
+            warn(f"Training goes on although the weights of {ahead} are a step ahead of the others: load a checkpoint.")
+
+    @override
+    def require(self, world: World, states: int) -> None:
+        if self.optim is not None:
+            with world.agree("reserving room for optimizer states", SwapError):
+                self.optim.require(states)
+
+    @override
+    def announce(self, buckets: Sequence[Bucket], states: int) -> str:
+        tier = self.optim or self.params
+        if tier is None:
+            return ""
+        read = written = 0  # bytes of this rank per optimizer step with one backward, clipping included
+        for bucket in buckets:
+            numel, weights = bucket.shard.numel(), bucket.weights
+            kept = numel * (weights.master_dtype.itemsize + bucket.moments.bytes_per_element * states)
+            if bucket.streamed:
+                grads = numel * bucket.grads.dtype.itemsize
+                read, written = read + int(kept) + 2 * grads, written + int(kept) + grads
+            if bucket.sharding.params and weights.gather_source.streamed:
+                read += 2 * numel * weights.gather_source.dtype.itemsize  # in forward and in backward
+                written += numel * bucket.dtype.itemsize if bucket.streamed and weights.copy is not NO_COPY else 0
+        world, mine = buckets[0].group.world, Speed(1.0, 1.0)
+        with world.agree("measuring the disk", SwapError), progress_bar(f"Measuring the speed of {tier.where}"):
+            mine = tier.speed(min(_PROBE, max(1 << 20, read)))
+        speeds = world.host_gather(tuple(mine), "the speed of the disk")
+        slowest = Speed(*(min(side) for side in zip(*speeds, strict=True)))
+        seconds = slowest.seconds(read, written)
+        return (
+            f"{tier.where}: {format_bytes(slowest.read)}/s read, {format_bytes(slowest.write)}/s written by "
+            f"each of {world.size} rank(s) at once. A step reads {format_bytes(read)} and writes "
+            f"{format_bytes(written)} per rank: about {seconds:.1f} s, part of it overlapped with computation."
+        )
+
+    @property
+    @override
+    def buffer_nbytes(self) -> int:
+        staging = self.host_link.slots.nbytes if self.host_link is not None else 0
+        return staging + sum(tier.spare_nbytes for tier in self.tiers)
+
+    @property
+    @override
+    def file_nbytes(self) -> int:
+        return sum(tier.bytes_on_disk for tier in self.tiers)
+
+    @override
+    def rest(self) -> None:
+        if self.background is not None:
+            self.background.close()
+        for tier in self.tiers:
+            tier.rest()
+
+    @override
+    def close(self) -> None:
+        if self.background is not None:
+            self.background.close()
+        for tier in self.tiers:
+            tier.close()
+        self.background = self.optim = self.params = None
+
+
+def open_offload(world: World, buckets: Sequence[Bucket], options: EngineOptions, device: torch.device) -> Offload:
+    """Say where the tensors of each bucket are kept, as the options say.
+
+    Call it before ``Bucket.load_initial``. Collective over ``world``, some of whose ranks may have no buckets, or none
+    that is offloaded.
+
+    Raises:
+        SwapError: a path cannot be used.
+    """
+    optim = options.offload_states
+    params = options.offload_params
+    apart = is_apart(device)
+    for name, block in (("offload_optimizer", optim), ("offload_param", params)):
+        if block.device == "cpu" and not apart:
+            log.info("zero_optimization.%s.device=cpu has no effect: the model is on the CPU already", name)
+    if (optim.device, params.device) == ("none", "none"):
+        return Offload()
+    manager = OffloadManager(how=optim)
+    pin = accelerator.is_accelerator(device) and options.pin_memory
+    manager.has_files = bool(_TIERS.keys() & {optim.device, params.device})
+    if manager.has_files:
+        return_large_blocks()
+        numels, moments = [b.shard.numel() for b in buckets], [b.moments for b in buckets]
+        codec = next(filter(None, (b.storage.codecs.rests for b in buckets)), None)
+        files = (world.rank, options.files, numels, moments, [b.storage.trains for b in buckets], codec)
+        with (
+            world.agree("opening the folder for states", SwapError),
+            progress_bar("Preparing the files of states in nvme_path"),
+        ):
+            if optim.device in _TIERS:
+                manager.optim = _TIERS[optim.device](optim.nvme_path, *files, room=optim.buffer_count, pin=pin)
+            if (optim.device, optim.nvme_path) == (params.device, params.nvme_path):
+                manager.params = manager.optim
+            elif params.device in _TIERS:
+                manager.params = _TIERS[params.device](params.nvme_path, *files, pin=pin)
+    link: HostLink | None = None
+    if apart:
+        link = manager.host_link = HostLink(device, pin, max((b.storage.cast_nbytes for b in buckets), default=0))
+    for record, bucket in enumerate(buckets):
+        bucket.set_stores(*_places(manager, bucket, record, link))
+    if optim.device == "none" or optim.overlap_step is False:
+        return manager
+    offloads = torch.tensor([any(bucket.offloaded for bucket in buckets)], dtype=torch.uint8)
+    own = bool(offloads)
+    world.host_max(offloads, "whether steps run in the background").wait()
+    manager.overlaps = bool(offloads)
+    if own:
+        pipeline = (optim.buffer_count, optim.pipeline_read, optim.pipeline_write)
+        streaming = manager.optim.streaming if manager.optim is not None else nullcontext  # without the manager
+        manager.background = Background(*pipeline, streaming, device)
+    return manager
+
+
+def _places(manager: OffloadManager, bucket: Bucket, record: int, link: HostLink | None) -> Iterator[Place]:
+    """The places of what a step of a bucket reads, and of what gathers read. ``record``: its number in files."""
+    keeps = bucket.storage
+    cast = keeps.weights != DEVICE or keeps.dtype != keeps.master
+    for tier, kept in ((manager.optim, keeps.states), (manager.params, keeps.weights)):
+        if tier is not None and kept == NVME:
+            yield tier.place(record, link)
+        elif link is not None and kept == HOST:
+            yield host_place(link, pin_master=not cast)
+        else:
+            yield bucket.memory

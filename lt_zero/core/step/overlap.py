@@ -1,0 +1,279 @@
+"""Background steps: which offloaded buckets are stepped during backward or the next forward.
+
+Note [Beside backward]
+    Once the gradients of a bucket are reduced, backward does not need its weights any more, and the bucket can be
+    stepped if gradients are not clipped, unscaled or read before the step. That is not collective, so each rank decides
+    for itself: a bucket with a parameter that this rank did not use waits for the optimizer step, when the ranks have
+    agreed on the used parameters. Later backwards of the same step find their weights unchanged: the compute copies
+    of unsharded parameters are written by the optimizer step, and gathering a bucket again after its background step
+    raises. If backward fails, or no step follows, the model is partially stepped
+    (``Offload.partially_stepped``) and can be neither stepped nor saved.
+
+Note [Edits before a step beside backward]
+    A bucket whose compute copy user code has edited waits for the optimizer step, too, which keeps edits. On an
+    accelerator, to ask in the middle of backward is to wait until the device has done all that was queued, and then
+    nothing is queued for the next unit. So digests are compared at the beginning of backward, and again when a bucket
+    is stepped. The second answer is read by the optimizer step: an edit that came between the two is an error.
+
+Note [Beside the next forward]
+    ``overlap_step: true``: the optimizer step records its plan (with the current learning rates), hands its buckets to
+    the background thread and returns. A unit waits for its own buckets before its forward. Unsharded parameters are
+    guarded meanwhile, so that any other use waits for all buckets; a state dict waits for the optimizer states.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lt_zero.common import accelerator
+from lt_zero.core.engine.bucket import Bucket
+from lt_zero.core.engine.offload_manager import OffloadManager
+from lt_zero.core.step.fused_step import FusedStep, Part
+from lt_zero.core.step.param_groups import ShardedParamGroups, StepParam
+from lt_zero.core.step.reduced_grads import ReducedGrads
+from lt_zero.offload.background import Job
+
+_WAITING = 1  # the most buckets that are queued with gradients in memory, if gradients are in files
+
+
+class ComparedDigests:
+    """Digests of several buckets, compared on an accelerator while the host goes on; the first question waits.
+
+    Args:
+        flags: what ``InplaceEdits.differs`` said of each bucket.
+    """
+
+    def __init__(self, flags: Mapping[Bucket, Tensor | None]) -> None:
+        known = {bucket: flag for bucket, flag in flags.items() if flag is not None}
+        self._buckets = list(known)
+        self._fetched = accelerator.fetch(torch.stack(list(known.values()))) if known else None
+
+    @functools.cached_property
+    def edited(self) -> list[Bucket]:
+        """The buckets whose digests have changed."""
+        if self._fetched is None:
+            return []
+        copy, copied = self._fetched
+        copied.synchronize()
+        return [bucket for bucket, differs in zip(self._buckets, copy.tolist(), strict=True) if differs]
+
+
+class Overlap:
+    """The background steps of one optimizer.
+
+    Args:
+        fragments: of the optimizer.
+        fused: its kernel; without one nothing is stepped in the background.
+        grads: its reduced gradients.
+    """
+
+    def __init__(self, fragments: ShardedParamGroups, fused: FusedStep | None, grads: ReducedGrads) -> None:
+        self._fragments = fragments
+        self._fused = fused
+        self._grads = grads
+        self._engine = fragments.engine
+        self._offload = fragments.engine.offload_manager
+        self._early: dict[Bucket, int] = {}  # stepped beside the last backward -> ``GradAccumulator.changes`` then
+        self._backwards = 0  # ``Engine.backwards`` after that backward
+        self.early: set[Bucket] = set()  # buckets of the running step that were stepped beside backward
+        self.late: set[Bucket] = set()  # buckets of the running step that the background thread publishes
+        self._digests = ComparedDigests({})  # at the beginning of the backward
+        self._stepped_digests: dict[Bucket, Tensor | None] = {}  # when a bucket was stepped beside it
+        self._members: dict[Bucket, list[StepParam]] = {}
+        self._indices: dict[Bucket, set[int]] = {}  # this optimizer's parameters in a bucket
+        self._steady: dict[Bucket, list[int]] = {}  # used parameters of a bucket in the last step
+
+    # ---- beside backward ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def beside_backward(self) -> Iterator[None]:
+        """Context for a backward that this optimizer's step follows, with gradients unread in between.
+
+        No effect where nothing can be stepped early. See Note [Beside backward].
+        """
+        # If no step followed the last backward, the engine stays partially stepped, and the next check says so.
+        self._end_early()
+        manager = self._stepping_manager()
+        if manager is None or not self._can_begin():
+            yield
+            return
+        try:
+            with self._engine.reducer.stepping(self._landed), manager.streaming():
+                yield
+        except BaseException:
+            self._end_early()
+            raise
+        finally:
+            self._backwards = self._engine.backwards
+            for bucket in self._early:
+                # Backward is over, so later forwards may gather the bucket again.
+                bucket.end_early_step()
+
+    def _stepping_manager(self) -> OffloadManager | None:
+        """The manager with a background thread; None: there is no thread."""
+        offload = self._offload
+        return offload if isinstance(offload, OffloadManager) and offload.background is not None else None
+
+    def _can_begin(self) -> bool:
+        fused = self._fused
+        if self._offload.partially_stepped or fused is None:
+            return False
+        if self._grads.loss_scale != 1.0 or not self._engine.reducer.sync:
+            return False
+        # Frozen parameters have no gradient; ``_landed`` checks that the others have one.
+        places = self._fragments.places()
+        members = self._fragments.members({(bucket, index) for bucket, index, p in places if p.requires_grad})
+        self._indices = self._fragments.indices()
+        taken = fused.takes(b for b in members if b.can_step_early and fused.steps_alone(b))
+        self._members = {bucket: found for bucket, found in members.items() if bucket in taken}
+        self._digests = ComparedDigests({b: b.edits.differs() for b in self._members if accelerator.holds(b.shard)})
+        fused.begin()
+        return bool(self._members)
+
+    def _landed(self, bucket: Bucket) -> bool:
+        """Called when the gradients of ``bucket`` are reduced; returns whether it is stepped now."""
+        members, fused = self._members.get(bucket, []), self._fused
+        if not members or bucket in self._early or self._engine.gatherer.is_pinned(bucket) or bucket.has_grads():
+            # A second gradient of a bucket that was stepped comes too late: ``take_early`` notices it and raises.
+            return False
+        if bucket.grads.used != bucket.grads.valid or not bucket.grads.valid <= self._indices[bucket]:
+            return False
+        if not bucket.sharding.params and self._edited(bucket):
+            return False
+        assert fused is not None
+        # Planning counts the step, so it comes after all checks.
+        parts = fused.plan(bucket, members)
+        if parts is None:
+            return False
+        self._early[bucket] = bucket.grads.changes
+        if accelerator.holds(bucket.shard):
+            self._stepped_digests[bucket] = bucket.edits.differs()
+        bucket.begin_early_step()
+        names = ", ".join(repr(bucket.name) for bucket in list(self._early)[:3])
+        self._offload.note_partially_stepped(
+            f"{len(self._early)} of {len(self._engine.buckets)} buckets ({names}, ...)"
+        )
+        limit = _WAITING if bucket.grads.streamed else None
+        self._submit(bucket, lambda: self._step_early(bucket, parts), None, limit)
+        return True
+
+    def _edited(self, bucket: Bucket) -> bool:
+        if not accelerator.holds(bucket.shard):
+            return bucket.edits.seen()
+        return bucket.edits.versions_changed() or bucket in self._digests.edited
+
+    def _edited_meanwhile(self) -> str:
+        """Say which buckets were edited between the beginning of backward and their step; '': none."""
+        digests, self._stepped_digests = ComparedDigests(self._stepped_digests), {}
+        names = ", ".join(repr(bucket.layout.spans[0].name) for bucket in list(digests.edited)[:3])
+        return names and (
+            f"The weights of the modules of {names} were changed through `p.data` during a backward in which they were "
+            "stepped, so the change is lost. Load a checkpoint. Change weights before backward or after the optimizer "
+            "step, or set zero_optimization.offload_optimizer.overlap_step=false."
+        )
+
+    def _step_early(self, bucket: Bucket, parts: list[Part]) -> None:
+        assert self._fused is not None
+        # Backward may still read unsharded parameters; sharded ones are not gathered again.
+        self._fused.launch([bucket], parts, write=bucket.sharding.params)
+        if bucket.sharding.params:
+            bucket.weights.refresh()
+        if bucket.streamed:
+            # Discarding saves a write and a read of the file; ``end_step`` clears the gradients.
+            bucket.grads.values.discard()
+
+    def take_early(self, used: dict[Bucket, list[int]]) -> set[Bucket]:
+        """The buckets that were stepped beside backward. Collective.
+
+        Raises:
+            SwapError: on all ranks, if gradients or hyper-parameters have changed since on one.
+        """
+        problem = self._edited_meanwhile()
+        same = all(bucket in used and bucket.grads.changes == then for bucket, then in self._early.items())
+        self.early = self._end_early()
+        if self.early and same and not problem and self._backwards == self._engine.backwards:
+            assert self._fused is not None
+            if self._fused.has_same_groups():
+                self._offload.end_partially_stepped()
+        if self._offload.overlaps:
+            self._offload.refuse_partially_stepped(self._engine.world, problem)
+        return self.early
+
+    def _end_early(self) -> set[Bucket]:
+        early = set(self._early)
+        self._early = {}
+        self._stepped_digests = {}
+        for bucket in early:
+            bucket.end_early_step()
+        return early
+
+    # ---- beside the next forward -------------------------------------------------------------------------------
+
+    def plan_late(
+        self, members: dict[Bucket, list[StepParam]], early: set[Bucket], used: dict[Bucket, list[int]]
+    ) -> dict[Bucket, list[Part] | None]:
+        """The buckets that the background thread steps and publishes, in the same order on all ranks.
+
+        None instead of a plan: the thread only publishes, because the bucket is in ``early``, or because this rank has
+        to move states first.
+        """
+        fused = self._fused
+        manager = self._stepping_manager()
+        if fused is None or manager is None or manager.how.overlap_step is not True:
+            return {}
+        taken = fused.takes(b for b in used if b.offloaded and fused.steps_alone(b))
+        plans: dict[Bucket, list[Part] | None] = {}
+        for bucket, indices in used.items():
+            steady, self._steady[bucket] = self._steady.get(bucket) == indices, indices
+            if steady and bucket in taken:
+                plans[bucket] = None if bucket in early else fused.plan(bucket, members.get(bucket, []))
+        return plans
+
+    def hand_over(self, bucket: Bucket, parts: list[Part] | None) -> None:
+        """Have the background thread step (with ``parts``) and publish a bucket."""
+        bucket.release()
+        publish = bucket.await_publication()
+        self.late.add(bucket)
+        self._submit(bucket, lambda: self._step_late(bucket, parts), publish, None)
+
+    def _step_late(self, bucket: Bucket, parts: list[Part] | None) -> None:
+        if parts is not None:
+            assert self._fused is not None
+            self._fused.launch([bucket], parts)
+            if bucket.streamed:
+                bucket.weights.refresh()
+        bucket.refresh_after_step()
+
+    def _submit(
+        self, bucket: Bucket, step: Callable[[], None], publish: Callable[[], object] | None, limit: int | None
+    ) -> None:
+        manager = self._stepping_manager()
+        assert manager is not None
+        assert manager.background is not None
+        bucket.weights.copy.note_readers()
+        bucket.edits.pause()
+        job = Job(step, bucket.stores_of_step, publish, manager.note)
+        bucket.hand_over(job)
+        manager.background.hand_over(job, limit)
+
+    # ---- after a step ------------------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """Forget the buckets of the step; clears gradients whose files were discarded."""
+        for bucket in self.early:
+            if bucket.grads.streamed:
+                for index in bucket.grads.valid:
+                    bucket.params[index].grad = None
+                bucket.grads.clear(set(bucket.grads.valid))
+        self.early, self.late = set(), set()
+
+    def forget_states(self) -> None:
+        """Make the next step no background step, as it moves states, which were loaded, to the bucket stores."""
+        self._steady = {}
+        self._offload.end_partially_stepped()
+        self._end_early()

@@ -1,0 +1,1 @@
+"""The exponential moving average of the weights."""

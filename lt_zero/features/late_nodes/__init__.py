@@ -1,0 +1,1 @@
+"""Sums that do not wait for late nodes: ``communication.slow_node_tolerance``."""

@@ -1,1 +1,0 @@
-"""One run, whichever face drives it: set-up, steps, saving and loading."""

@@ -1,0 +1,1 @@
+"""Records of runs, and ``lt-zero compare``, which finds the first difference of two."""

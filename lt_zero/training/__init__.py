@@ -1,0 +1,1 @@
+"""A run, and the faces that drive it: Lightning's Trainer, Fabric, and a loop of one's own."""

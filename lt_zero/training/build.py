@@ -1,0 +1,532 @@
+"""From a module to an engine: find units, lay out buckets, move the parameters in, install hooks.
+
+Parameters arrive in one of three ways: in full (an ordinary module), on the meta device (initialised here, unit by
+unit, so that no rank ever holds the full model), or sharded at construction (materialize.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lt_zero.common import accelerator, plain_names
+from lt_zero.common.arguments import expect
+from lt_zero.common.boxes import ParamSpec
+from lt_zero.common.compat import clean_name, without_torch_function
+from lt_zero.common.errors import ConfigError, Problem
+from lt_zero.common.garbage import without_gc
+from lt_zero.common.module_hooks import is_compiled_by_jit, no_hook
+from lt_zero.common.names import alone
+from lt_zero.common.progress_bar import ProgressBar, progress_bar
+from lt_zero.config import ZeroConfig
+from lt_zero.config.options import communication_options, engine_options, exchange_options, group_options, with_sizes
+from lt_zero.config.precision import dtype_policy, resolve_mode
+from lt_zero.config.rules import one_bit
+from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.bucket import Bucket
+from lt_zero.core.engine.compiled_blocks import compile_blocks
+from lt_zero.core.engine.dtypes import DtypePolicy
+from lt_zero.core.engine.engine import Engine, has_groups
+from lt_zero.core.engine.fp32_modules import Fp32Modules, install_fp32_modules
+from lt_zero.core.engine.full_params import use_outside
+from lt_zero.core.engine.gather import Unit, remedy
+from lt_zero.core.engine.guard import Owner, owner_of
+from lt_zero.core.engine.loading import install_load_hooks
+from lt_zero.core.engine.materialize import Materializer
+from lt_zero.core.engine.offload_manager import open_offload
+from lt_zero.core.engine.options import EngineOptions
+from lt_zero.core.engine.outside_steps import AutocastOutsideOfSteps
+from lt_zero.core.engine.partition import (
+    BucketPlan,
+    EnginePlan,
+    plan_engine,
+    warn_of_blocks,
+    warn_of_padding,
+    warn_of_wide_moments,
+)
+from lt_zero.core.engine.parts import Parts, Unjoined
+from lt_zero.core.engine.same_on_ranks import Snapshot, compare, compare_models
+from lt_zero.core.engine.storage_plan import plan_storage
+from lt_zero.core.engine.weight_rounding import NEAREST, WeightRounding
+from lt_zero.core.stores.pinned import return_freed_memory
+from lt_zero.exchange.choose import configure_group, exchange_of, gathers_of
+from lt_zero.exchange.plan import plan_codecs, plan_exchange
+from lt_zero.features.activation_checkpointing.checkpointing import check_modules, install
+from lt_zero.features.sparse_attention.huggingface import install as install_sparse_attention
+from lt_zero.features.tiles.huggingface import install as install_tiles
+from lt_zero.kernels.library import missing
+from lt_zero.kernels.rounding import RoundStochastic
+from lt_zero.offload.host_store import is_apart
+from lt_zero.planning.check import check_build
+
+log = logging.getLogger("lt_zero")
+
+_configs = weakref.WeakKeyDictionary[Engine, ZeroConfig]()
+
+
+def built_by(engine: Engine) -> ZeroConfig:
+    """The configuration that an engine was built by, with sizes for its model."""
+    return _configs[engine]
+
+
+@without_gc
+def shard(
+    module: nn.Module,
+    config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str],
+    device: torch.device | None = None,
+    policy: DtypePolicy | None = None,
+    group: ShardGroup | None = None,
+    training: bool = True,
+    saved: Mapping[nn.Parameter, Callable[[], torch.Tensor]] | None = None,
+    specs: Iterable[ParamSpec] = (),
+    group_of: Callable[[str, nn.Parameter], ShardGroup] | None = None,
+    parts: Parts | None = None,
+) -> Engine:
+    """Shard ``module`` in place over all ranks of the default process group.
+
+    Args:
+        module: the model; its parameters keep identity, shape and names.
+        config: the ZeRO stage and sizes: ``ZeroConfig(stage=3)``, a mapping, or the path of a file.
+        device: where to compute; default: the device of the first parameter.
+        policy: dtypes of weights, gradients and master weights; default: as configured.
+        group: the ranks that have this module, over which it is sharded; default: all. Others shard modules of their
+            own, with other parameters, in the same call.
+        training: make master weights and keep weights gathered for backward; without it both wait until an optimizer
+            is sharded, and weights are released after each use.
+        saved: reads the full values of parameters, of which only the shapes count then.
+        specs: of parameters that are a part of a tensor of the model, whose other parts are on ranks of other groups.
+            They have that part's shape; checkpoints have the whole tensor.
+        group_of: the ranks over which a parameter is the same, and sharded; default: ``group``, whose world they share.
+            The same on all ranks of ``group``. It may have others: see grad_reducer.py, Note [Wide buckets].
+        parts: of parameters that have the shape of the whole tensor although this rank has a part; default: the shape
+            of each is that of its spec, and what needs whole tensors in memory is refused.
+
+    Raises:
+        ValueError: a parameter is sharded already; or a pattern of ``fp16_override_modules`` matches nothing; or
+            ``device`` is not the current GPU; or a spec does not fit its parameter.
+        ConfigError: activation checkpointing is on, and no module can be checkpointed; or ``ops`` is "required", and
+            native kernels are missing on a rank; or ``training`` with ``quantize``; or a key needs the same parameters
+            on all ranks.
+        NotEnoughMemory: a machine has too little memory; the module is unchanged.
+        RuntimeError: on all ranks, if their models, or what ``group_of`` returns, differ.
+    """
+    expect(module, nn.Module, "The module of lt_zero.shard", "pass an nn.Module")
+    specs = tuple(specs)
+    of_ranks = partial(group.ask_all, name="sizes of the model") if group is not None else alone
+    config = with_sizes(config if isinstance(config, ZeroConfig) else ZeroConfig.of(config), module, specs, of_ranks)
+    placed = (t.device for t in chain(module.parameters(), module.buffers()) if t.device.type != "meta")
+    device = accelerator.with_index(device or next(placed, torch.device("cpu")))
+    if not accelerator.is_current(device):
+        raise ValueError(
+            f"device={device} is not the current device, {accelerator.default_device()}, whose streams torch uses: "
+            f"call torch.accelerator.set_device_index({device.index}) first."
+        )
+    group = group or ShardGroup.of_all(World.join(device, communication_options(config)))
+    group.world.advise(remedy)
+    # Inside, files are read and the user's modules initialised: an error of one rank is raised on all.
+    with group.world.together("lt_zero.shard"):
+        return _shard(module, config, device, policy, group, training, saved, specs, group_of, parts or Unjoined())
+
+
+def _shard(
+    module: nn.Module,
+    config: ZeroConfig,
+    device: torch.device,
+    policy: DtypePolicy | None,
+    group: ShardGroup,
+    training: bool,
+    saved: Mapping[nn.Parameter, Callable[[], torch.Tensor]] | None,
+    specs: Iterable[ParamSpec],
+    group_of: Callable[[str, nn.Parameter], ShardGroup] | None,
+    parts: Parts,
+) -> Engine:
+    """Plan the buckets of ``module``, check that they fit, and build the engine."""
+    policy = policy or dtype_policy(config, resolve_mode(config, "32-true"))
+    if config.quantize is not None and not training:
+        # No wider values are kept beside the codes.
+        policy = replace(policy, low_master=True)
+    options = engine_options(config, policy)
+    groups = _groups_of(module, options, group, group_of)
+    apart = [p for p in module.parameters() if groups.get(p, group).size < group.size]
+    wide = {p for p, of in groups.items() if not set(of.ranks) <= set(group.ranks)}
+    compare_models(group, module, policy, apart)
+    sizes = _most_elements(module, group, apart)
+    _check_kernels(config, device, group.world)
+    _check_late_gradients(config, policy)
+    distinct = list(dict.fromkeys([group, *groups.values()]))
+    _check_groups(config, distinct)
+    for each in distinct:
+        configure_group(each, group_options(config))
+    # Parameters that are sharded already have guards, which would intercept each access.
+    with ExitStack() as undo, without_torch_function():
+        if config.long_sequences.tiles:
+            # Before the plan, since what is computed in tiles is one unit.
+            undo.callback(install_tiles(module, config.long_sequences, group.world.rank).remove)
+        _check_specs(module, specs)
+        plan = plan_engine(module, options, group.mesh.shards, specs, groups, sizes, parts.gradient, wide)
+        _compare_wide(plan, groups)
+        _check_whole(plan)
+        _check_hooks(plan)
+        _refuse_coded_modules(module)
+        if training:
+            _check_quantized(plan, config)
+            # Check now, to raise before the module is changed.
+            check_modules(module, config.activation_checkpointing, group)
+        if group.world.rank == 0:
+            warn_of_padding(plan, options, group.mesh.shards)
+            if config.quantize is not None:
+                warn_of_blocks(plan, config.quantize)
+            if training and options.moments is not None:
+                warn_of_wide_moments(plan, options.moments)
+        check_build(plan, config, policy, group, training)
+        if training and group.world.rank == 0:
+            _tell_cost(plan, config, policy, group)
+        if not config.compile.disable:
+            undo.callback(compile_blocks(module, config.compile.backend, config.compile.kwargs, group).remove)
+        installed = undo.pop_all()
+    if config.sparse_attention is not None:
+        install_sparse_attention(module, config, group.world.rank)
+    engine = _build(module, device, plan, config, options, group, groups, training, saved, parts)
+    engine.handles.append(_Undo(installed))
+    return engine
+
+
+def _tell_cost(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, group: ShardGroup) -> None:
+    """Log what many shards cost a step on a cluster of GPUs."""
+    if group.backend == "gloo":
+        return
+    from lt_zero.planning.step_time import cost_of_shards
+
+    try:
+        if text := cost_of_shards(plan, config, policy, group):
+            log.info(text)
+    except Exception:  # it only informs, and the other ranks would wait for this one
+        log.debug("The cost of shards could not be estimated.", exc_info=True)
+
+
+class _Undo:
+    """A handle of an engine that restores what an ExitStack knows."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.remove = stack.close
+
+
+def _build(
+    module: nn.Module,
+    device: torch.device,
+    plan: EnginePlan,
+    config: ZeroConfig,
+    options: EngineOptions,
+    group: ShardGroup,
+    groups: Mapping[nn.Parameter, ShardGroup],
+    training: bool,
+    saved: Mapping[nn.Parameter, Callable[[], torch.Tensor]] | None,
+    parts: Parts,
+) -> Engine:
+    """Move the parameters into the buckets of ``plan``, and install hooks. ``groups``: of those not in ``group``."""
+    engine_ref: list[weakref.ref[Engine]] = []  # lets the engine be collected while parameters still point to it
+
+    def owner() -> Owner | None:
+        return engine_ref[0]() if engine_ref else None
+
+    materializer, world = Materializer(module, device, saved, parts), group.world
+    of_bucket = {bucket: groups.get(bucket.parameters[0][1], group) for bucket in plan.buckets}
+    policy = options.dtypes
+    planned = plan_exchange(exchange_options(config), plan, policy.check_overflow, group)
+    codecs = partial(plan_codecs, planned, options.resting, training)
+    rounding = _rounding_of(policy, world)
+    storage = plan_storage(plan, options, group, is_apart(device), codecs, training, rounding)
+    exchange = exchange_of(planned, plan, group, of_bucket.values())
+    shared = owner, deque[Bucket]()
+    made = {b: Bucket(b, storage[b], its, gathers_of(storage[b], its), *shared) for b, its in of_bucket.items()}
+    offload_manager = open_offload(world, list(made.values()), options, device)
+    with progress_bar(f"Sharding {len(plan.units)} units ({len(made)} buckets)", len(made), rank=world.rank) as work:
+        units, root = _move_in(plan, made, materializer, work)
+        materializer.fill_buffers()
+    if policy.buffers is not None:
+        names = config.data_types.keep_in_fp32_modules if policy.low or policy.compute is None else ()
+        _cast_buffers(module, policy.buffers, plan.fp32_modules, names)
+    engine = Engine(
+        root=module,
+        units=units,
+        root_unit=root,
+        groups=list(dict.fromkeys([group, *groups.values()])),
+        options=options,
+        plan=plan,
+        offload_manager=offload_manager,
+        exchange=exchange,
+        use_outside=use_outside,
+        training=training,
+        parts=parts,
+    )
+    _configs[engine] = config
+    offload_manager.check(world, "the files of states")
+    if policy.low and policy.compute is not None:
+        engine.handles.extend(
+            install_fp32_modules(plan.fp32_modules, policy.compute, device.type, cast_back=not policy.autocast)
+        )
+    if policy.low and policy.compute is not None and policy.autocast:
+        low = {id(p) for bucket in engine.buckets if bucket.dtype == policy.compute for p in bucket.params}
+        having = [child for child in module.modules() if any(id(p) in low for p in child.parameters())]
+        engine.handles.append(AutocastOutsideOfSteps(having, policy.compute, device.type))
+    engine_ref.append(weakref.ref(engine))
+    install_load_hooks(engine)
+    if training:
+        install(engine, config)
+    return engine
+
+
+def _rounding_of(policy: DtypePolicy, world: World) -> WeightRounding:
+    """The rounding of the weights of a step. Collective if it is stochastic: all ranks take the seed of rank 0."""
+    if not policy.stochastic:
+        return NEAREST
+    return RoundStochastic(world.host_gather(torch.initial_seed(), "seed of stochastic rounding")[0])
+
+
+def _check_specs(module: nn.Module, specs: Iterable[ParamSpec]) -> None:
+    """Raise ValueError if a parameter is not the box that its spec says; names it."""
+    named = dict(plain_names.named_parameters(module))
+    for spec in specs:
+        parameter = named.get(clean_name(spec.name))
+        if parameter is not None and tuple(parameter.data.shape) != spec.shape:
+            raise ValueError(
+                f"specs: {spec.name!r} has the shape {tuple(parameter.data.shape)}, and its box {spec.local_box}"
+                f" of {spec.global_shape} has {spec.shape}. Give the box that the parameter is."
+            )
+
+
+def _check_quantized(plan: EnginePlan, config: ZeroConfig) -> None:
+    """Raise ConfigError if weights are to rest in few bits, and all that could are trained or not sharded."""
+    if config.quantize is None or any(bucket.sharding.params and not bucket.trains for bucket in plan.buckets):
+        return
+    zero, name = config.zero_optimization, type(plan.root).__name__
+    why = f"{name} has no frozen parameter of at least {zero.stage3_param_persistence_threshold} elements"
+    remedy = "Freeze weights (requires_grad_(False)), lower zero_optimization.stage3_param_persistence_threshold"
+    if zero.stage < 3:
+        why, remedy = f"parameters are not sharded at stage {zero.stage}", "Set zero_optimization.stage=3"
+    text = f"quantize={config.quantize} lets frozen parameters rest in {config.quantize} bits if they are sharded, and"
+    raise ConfigError.about("quantize", f"{text} {why}. {remedy}, or remove the key.")
+
+
+_CODED_PARAMETERS = {  # libraries whose parameters hold codes, not values, by the first part of their modules' names
+    "bitsandbytes": "bitsandbytes (BitsAndBytesConfig, load_in_4bit, load_in_8bit)",
+    "torchao": "torchao (TorchAoConfig, quantize_)",
+    "optimum": "quanto (QuantoConfig)",
+}
+_GATHERED_IN_FLOAT8 = "WeightWithDynamicFloat8CastTensor"  # of torchao: it holds values, which FSDP2 gathers as codes
+
+
+def _refuse_coded_modules(module: nn.Module) -> None:
+    """Raise ConfigError for parameters of another library, which hold codes, or are gathered as codes by FSDP2 only."""
+    for name, parameter in module.named_parameters():
+        if type(parameter).__name__ == _GATHERED_IN_FLOAT8:
+            raise ConfigError.about(
+                "enable_fsdp_float8_all_gather",
+                f"{name} of {type(module).__name__} is a {_GATHERED_IN_FLOAT8} of torchao: "
+                "enable_fsdp_float8_all_gather=True of its Float8LinearConfig lets FSDP2 gather weights in float8, and "
+                "only FSDP2 knows how. Set enable_fsdp_float8_all_gather=False: the layers compute in float8 all the "
+                "same, and weights are gathered in their own dtype.",
+            )
+        libraries = [kind.__module__.partition(".")[0] for kind in type(parameter).__mro__]
+        found = next((_CODED_PARAMETERS[library] for library in libraries if library in _CODED_PARAMETERS), None)
+        if found is not None:
+            raise ConfigError.about(
+                "quantize",
+                f"{name} of {type(module).__name__} is a {type(parameter).__name__} of {found}: its codes mean nothing "
+                "without a state that shards lack. Load the model without that quantization, and set quantize=4 or 8: "
+                "frozen weights are then sharded and gathered in so many bits.",
+            )
+
+
+def _check_whole(plan: EnginePlan) -> None:
+    for name, parameter in chain.from_iterable(bucket.parameters for bucket in plan.buckets):
+        engine = owner_of(parameter)
+        if isinstance(engine, Engine) and engine.attached:
+            raise ValueError(
+                f"Parameter {name!r} of {type(plan.root).__name__} is sharded already, over {engine.world.size} ranks. "
+                "Use the module as it is, or make a new one, with weights that lt_zero.export has written."
+            )
+
+
+def _check_hooks(plan: EnginePlan) -> None:
+    """Raise TypeError if a module that is to be gathered, or is the model itself, takes no hooks."""
+    if is_compiled_by_jit(plan.root):
+        try:
+            plan.root.register_forward_pre_hook(no_hook).remove()
+        except RuntimeError as error:
+            raise _compiled("The model") from error
+        return  # a traced one: all of it is gathered for its own call
+    sharded = {p for bucket in plan.buckets if bucket.sharding.params for _, p in bucket.parameters}
+    for name, module in plan.root.named_modules():
+        if is_compiled_by_jit(module) and not sharded.isdisjoint(module.parameters()):
+            raise _compiled(f"Module {clean_name(name)!r}")
+
+
+def _compiled(what: str) -> TypeError:
+    return TypeError(
+        f"{what} is compiled by torch.jit.script, and takes no hooks. Shard the module that it was made from; use "
+        "torch.compile if it has to be compiled. At stages 0 to 2 parts of a model may be compiled."
+    )
+
+
+def _move_in(
+    plan: EnginePlan,
+    made: dict[BucketPlan, Bucket],
+    materializer: Materializer,
+    work: ProgressBar,
+) -> tuple[list[Unit], Unit]:
+    """Initialise parameters and move them into buckets, unit by unit; returns units with parameters, and the root."""
+    units: list[Unit] = []
+    # Fill all units first: a bucket may need the values of later ones.
+    if plan.joins:
+        for planned in plan.units:
+            materializer.fill(p for _, p in planned.parameters)
+    arriving = [[made[bucket] for bucket in planned.buckets] for planned in plan.units]
+    # The root is the last unit, and gets the buckets of no unit.
+    arriving[-1] += [made[bucket] for bucket in plan.rest]
+    ordered = [bucket for buckets in arriving for bucket in buckets]
+    for group in dict.fromkeys(bucket.group for bucket in ordered):
+        group.expect_broadcasts((bucket.name, bucket.layout.numel) for bucket in ordered if bucket.group is group)
+    for planned, buckets in zip(plan.units, arriving, strict=True):
+        materializer.fill([p for _, p in planned.parameters])
+        for bucket in buckets:
+            bucket.load_initial(materializer.fetch)
+            work.advance()
+        if buckets:
+            # The gaps that the module's parameters leave in the heap would add up to a copy of the model.
+            return_freed_memory()
+        units.append(Unit(planned.name, planned.module, buckets, planned.needs_weights))
+    *others, root = units
+    return [unit for unit in others if unit.buckets], root
+
+
+def _groups_of(
+    module: nn.Module,
+    options: EngineOptions,
+    group: ShardGroup,
+    group_of: Callable[[str, nn.Parameter], ShardGroup] | None,
+) -> dict[nn.Parameter, ShardGroup]:
+    """The groups of parameters, compared with those of other ranks. Collective if ``group_of`` is given.
+
+    Raises:
+        ValueError: a group is of another world.
+        RuntimeError: on all ranks, if they have other groups, or sizes of buckets.
+    """
+    if group_of is None:
+        return {}
+    named = {name: (p, group_of(name, p)) for name, p in module.named_parameters()}
+    for name, (_, found) in named.items():
+        if found.world is not group.world:
+            raise ValueError(
+                f"group_of({name!r}) is a group of another World. Make all groups of the World of `group`."
+            )
+    if not group.world.alone:
+        facts: dict[str, object] = {
+            "zero_optimization.reduce_bucket_size": options.reduce_bucket_size,
+            "zero_optimization.stage3_param_persistence_threshold": options.param_persistence_threshold,
+            "zero_optimization.stage3_prefetch_bucket_size": options.prefetch_bucket_size,
+        }
+        facts |= {f"the group of parameter {name!r}": found.described for name, (_, found) in named.items()}
+        compare(group, Snapshot.of(facts), "groups of parameters")
+    return dict(named.values())
+
+
+def _compare_wide(plan: EnginePlan, groups: Mapping[nn.Parameter, ShardGroup]) -> None:
+    """Compare buckets with those of ranks that have another module. Collective.
+
+    Raises:
+        RuntimeError: on the ranks of a group, if they differ.
+    """
+    of_group: dict[ShardGroup, dict[str, str]] = {}
+    for bucket in plan.buckets:
+        if bucket.is_wide:
+            form = f"{[spec.shape for spec in bucket.specs]}, {bucket.dtype}, trained: {bucket.trains}"
+            facts = of_group.setdefault(groups[bucket.parameters[0][1]], {})
+            facts[f"shared parameters {', '.join(name for name, _ in bucket.parameters)}"] = form
+    for group, facts in of_group.items():
+        compare(group, Snapshot.of(facts), "shared parameters")
+
+
+def _most_elements(module: nn.Module, peers: ShardGroup, apart: Collection[nn.Parameter]) -> dict[nn.Parameter, int]:
+    """The most elements that a rank has of each parameter whose shape may differ between ranks. Collective."""
+    if not apart:
+        return {}
+    differ = set(apart)
+    with without_torch_function():
+        counts = [p.data.numel() if p in differ and not is_lazy(p) else 0 for p in module.parameters()]
+    most = torch.tensor(counts)
+    peers.host_max(most, "elements of parameters").wait()
+    return {p: count for p, count in zip(module.parameters(), most.tolist(), strict=True) if p in differ}
+
+
+def _check_groups(config: ZeroConfig, groups: list[ShardGroup]) -> None:
+    """Raise ConfigError for what is done in one group only."""
+    if not has_groups(groups):
+        return
+    asked = {
+        "communication.slow_node_tolerance": bool(config.communication.slow_node_tolerance),
+        "gradient_compression.algorithm": config.gradient_compression.algorithm != "none",
+        "optimizer.type": bool(one_bit(config)),
+    }
+    for key in (key for key, wanted in asked.items() if wanted):
+        number = len(groups) if len(groups) > 1 else groups[0].world.size // groups[0].size
+        text = f"{key}: this needs the same parameters on all ranks, and these are sharded over {number} groups"
+        raise ConfigError([Problem(key, f"{text}. Remove the key.")])
+
+
+def _check_late_gradients(config: ZeroConfig, policy: DtypePolicy) -> None:
+    """Raise ConfigError if gradients of different loss scales could be added."""
+    share, key = config.communication.slow_node_tolerance, "communication.slow_node_tolerance"
+    if share and policy.compute == torch.float16:
+        text = f"{key}={share} adds late gradients to those of a later step, whose loss scale differs in fp16"
+        raise ConfigError([Problem(key, f"{text}. Train in bf16 or fp32, or remove the key.")])
+
+
+def _check_kernels(config: ZeroConfig, device: torch.device, world: World) -> None:
+    """Check that all ranks have native kernels if ``ops`` is "required". Collective then.
+
+    Raises:
+        ConfigError: on all ranks, if kernels are missing on one.
+    """
+    if config.ops != "required":
+        return
+    offloads = config.zero_optimization.offload_optimizer.device != "none"  # offloaded states are stepped on the CPU
+    kinds = {device.type, "cpu"} if offloads else {device.type}
+    mine = " ".join(filter(None, map(missing, sorted(kinds))))
+    ranks: dict[str, list[str]] = {}
+    for rank, problem in enumerate(world.host_gather(mine, "native kernels")):
+        if problem:
+            ranks.setdefault(problem, []).append(str(rank))
+    if ranks:
+        told = " ".join(f"Rank {', '.join(which)}: {problem}" for problem, which in ranks.items())
+        remedy = "Or set ops='auto': torch's operations run then."
+        raise ConfigError([Problem("ops", f"ops='required', but native kernels are missing. {told} {remedy}")])
+
+
+def _cast_buffers(root: nn.Module, dtype: torch.dtype, fp32_modules: Fp32Modules, names: str | tuple[str, ...]) -> None:
+    kept = {child for _, module in fp32_modules.modules for child in module.modules()}
+    # For "auto": transformers' models name such modules in this attribute.
+    if isinstance(names, str):
+        names = tuple(n for m in root.modules() for n in getattr(m, "_keep_in_fp32_modules", None) or ())
+    for path, module in root.named_modules():
+        if any(fnmatchcase(part, name) for part in path.split(".") for name in names):
+            kept |= set(module.modules())
+    kept |= {m for m in root.modules() if any(p in fp32_modules.parameters for p in m.parameters(recurse=False))}
+    for module in root.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and module not in kept:
+                setattr(module, name, buffer.to(dtype))

@@ -1,0 +1,380 @@
+"""Checkpoints of a run: their content, their writing (perhaps in the background), and their restoration.
+
+Note [Life of a save]
+    A face collects weights and optimizers' states as fragments, without copies, and ``beside`` what else training needs
+    to go on. ``Saver.save`` writes all of it (checkpoint/native/save.py). With ``checkpoint.async`` it copies the
+    tensors to host memory, and a thread writes while training continues. At most one save is pending; what depends on
+    its success waits for it. All ranks look at the outcome at the same points: between steps, before the next save or
+    load, and at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lt_zero.checkpoint.live_weights import export_engine
+from lt_zero.checkpoint.native.directory import PendingDirectory
+from lt_zero.checkpoint.native.load import NEW, OnAllRanks, loss_scale, restore_optimizer, stepped
+from lt_zero.checkpoint.native.pieces import on_all_ranks, weight_fragments
+from lt_zero.checkpoint.native.rank_state import (
+    RANK_BUFFERS,
+    RESIDUALS,
+    load_rank_buffers,
+    load_residuals,
+    rank_buffers,
+    residual_state,
+)
+from lt_zero.checkpoint.native.save import TRAINED_WEIGHTS, Bundle, bundle, make_directory, stage, write
+from lt_zero.common import plain_names
+from lt_zero.common.compat import clean_name
+from lt_zero.common.errors import CheckpointError
+from lt_zero.common.garbage import gc_disabled
+from lt_zero.common.progress_bar import progress_bar
+from lt_zero.config import ZeroConfig
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.averaged_weights import average_of
+from lt_zero.core.engine.engine import Engine
+from lt_zero.core.engine.whole_model import full_state_dict
+from lt_zero.core.step.loss_scale import LossScaleController
+
+log = logging.getLogger("lt_zero")
+
+GRACE = 15.0  # seconds to wait for the pending save after an error; tests replace this
+
+
+# ---- content ---------------------------------------------------------------------------------------------------------
+
+
+def frozen_names(engine: Engine, leave_out: bool) -> list[str]:
+    """The names of weights that a checkpoint leaves out, by all names of tied ones; [] unless ``leave_out``.
+
+    Collective if ranks have other modules.
+    """
+    if not leave_out:
+        return []
+    every = plain_names.named_parameters(engine.root)
+    return on_all_ranks(engine, [name for name, p in every if not p.requires_grad], "frozen parameters")
+
+
+def left_out_here(engine: Engine | None, left_out: Sequence[str]) -> list[str]:
+    """The names that a checkpoint leaves out without those of other ranks' modules.
+
+    Collective if ranks have other modules.
+    """
+    if engine is None or engine.everywhere or not left_out:
+        return list(left_out)
+    own = {name for name, _ in plain_names.named_parameters(engine.root)}
+    every = set(on_all_ranks(engine, sorted(own), "names of parameters"))
+    return [name for name in left_out if clean_name(name) in own or clean_name(name) not in every]
+
+
+def weights_to_save(
+    engine: Engine, left_out: Iterable[str] = (), averaged: bool = True, sharded: bool = True
+) -> dict[str, Any]:
+    """The state dict, without the names in ``left_out``. Collective.
+
+    Args:
+        averaged: with the averages of ``EMA`` where it has some, else with the trained weights.
+        sharded: in fragments, for a directory; else full tensors on rank 0, and nothing elsewhere.
+    """
+    without = set(left_out)
+    if sharded:
+        state = weight_fragments(engine, averaged)
+    else:
+        with averages_shown(engine, averaged):
+            state = full_state_dict(engine)
+    return {name: value for name, value in state.items() if name not in without}
+
+
+def averages_shown(engine: Engine, averaged: bool = True) -> AbstractContextManager[None]:
+    """Context that gives the model the averages of ``EMA``, if there are some, or its trained weights. Collective."""
+    average = average_of(engine)
+    return average.showing(averaged) if average is not None else nullcontext()
+
+
+def whole_weights(engine: Engine, call: str, left_out: Iterable[str] = ()) -> dict[str, Any]:
+    """The state dict with full tensors on the CPU of rank 0, {} elsewhere. Collective.
+
+    With ``EMA`` it has the averages, as exports have. ``call``: name of the public function. ``left_out``: names to
+    leave out.
+    """
+    engine.world.roll_call(call)
+    return weights_to_save(engine, left_out, sharded=False)
+
+
+def export_weights(engine: Engine, path: str | os.PathLike[str], **options: Any) -> None:
+    """Write all weights to files, by default in fp16, rank 0 one bucket at a time. Collective, after a roll call.
+
+    ``options`` and errors are those of ``lt_zero.export``.
+    """
+    with averages_shown(engine):
+        export_engine(engine, path, **options)
+
+
+def trained_beside(engine: Engine, left_out: Iterable[str] = (), sharded: bool = True) -> dict[str, Any]:
+    """The trained weights, by their key in a checkpoint; {} if its state dict has no averages. Collective."""
+    average = average_of(engine)
+    if average is None or not average.updates:
+        return {}
+    places = {name: engine.owner.get(id(p)) for name, p in plain_names.named_parameters(engine.root)}
+    names = {name for name, place in places.items() if place is not None and average.averages(place[0]) is not None}
+    names |= dict(plain_names.named_buffers(engine.root)).keys()
+    names = set(on_all_ranks(engine, sorted(names), "names of averages"))
+    state = weights_to_save(engine, left_out, averaged=False, sharded=sharded)
+    weights = {name: value for name, value in state.items() if name in names}
+    return {TRAINED_WEIGHTS: {"weights": weights, "updates": average.updates}}
+
+
+def beside(engines: Mapping[str, Engine], sharded: bool = True) -> dict[str, Any]:
+    """Content beside weights and optimizers' states, by its key in a checkpoint. Collective.
+
+    Args:
+        engines: by the prefix of their parameters' names in the checkpoint.
+        sharded: with fragments, for a directory; else with full tensors on rank 0.
+    """
+    found: dict[str, Any] = {}
+    buffers: dict[str, Any] = {}
+    for prefix, engine in engines.items():
+        if engine.exchange.remembers and (owed := residual_state(engine, sharded)) is not None:
+            found[RESIDUALS] = owed  # of one engine only: session.py, ``Session.build``
+        if not engine.buffers.enabled and (different := rank_buffers(engine, prefix)) is not None:
+            buffers |= different["buffers"]
+            found[RANK_BUFFERS] = {"ranks": engine.world.size, "buffers": buffers}
+    return found
+
+
+# ---- saves -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Saving:
+    """One checkpoint.
+
+    Attributes:
+        content: Lightning's dictionary, with fragments.
+        names: of each optimizer's parameters, by group.
+        config: of the run.
+        shown: what the checkpoint tells of it (config/load.py, ``shown``).
+        precision: the run's mode.
+        left_out: names of weights that are not saved.
+        then: is called on rank 0 with the path of the published checkpoint; its errors are those of the save.
+        peers: the ranks that have the same modules as this one; (): all.
+    """
+
+    content: Mapping[str, Any]
+    names: Sequence[Sequence[Sequence[str]]]
+    config: ZeroConfig
+    shown: Mapping[str, Any]
+    precision: str
+    left_out: Sequence[str] = ()
+    then: Callable[[str], object] = lambda path: None
+    peers: Sequence[int] = ()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Facts about the run, for the manifest."""
+        return {
+            "stage": self.config.zero_optimization.stage,
+            "precision": self.precision,
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "torch": str(torch.__version__),
+        }
+
+
+class Saver:
+    """The saves of one run, one pending at most. See Note [Life of a save].
+
+    Attributes:
+        pending: the save in the background, until ``wait`` has seen its end.
+        writing: the path, or URL, of the pending save's checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self.pending: Future[None] | None = None
+        self.writing: str | None = None
+        self._after: list[Callable[[], object]] = []  # is called when the pending save is done
+        self._buffer: Tensor | None = None  # host memory of the last save in the background
+
+    def save(self, saving: Saving, path: str, world: World, background: bool) -> None:
+        """Write a directory, after the pending save if there is one. Collective.
+
+        Args:
+            background: whether a thread writes it; errors are raised by ``wait`` then.
+
+        Raises:
+            CheckpointError: on all ranks; an earlier checkpoint at ``path`` is kept.
+        """
+        self.wait(world)
+        facts = {**saving.facts, "ranks": world.size}
+        with gc_disabled():
+            made = bundle(saving.content, saving.names, world, facts, saving.shown, saving.left_out, saving.peers)
+            if background:
+                with world.agree("copying the state for an asynchronous save", CheckpointError):
+                    self._buffer = stage(made, self._buffer)
+            group = world.saving_group(background)
+            # From here on ``write`` removes the directory after an error.
+            place = make_directory(world, path)
+            then = partial(saving.then, place.name)
+            if background:
+                self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lt_zero-async-save")
+                self.writing = place.name
+                self.pending = self._thread.submit(_write_alone, made, place, world, group, then)
+                return
+            with progress_bar(f"Saving {path}", made.nbytes, rank=world.rank, in_bytes=True) as work:
+                write(made, place, world, group, then, work.advance)
+
+    def after_pending(self, action: Callable[[], object]) -> None:
+        """Call ``action`` once the pending save has succeeded; now if there is none."""
+        if self.pending is not None:
+            self._after.append(action)
+        else:
+            action()
+
+    def check(self, world: World) -> None:
+        """``wait`` for the pending save, which there is, if it has ended on all ranks. Collective."""
+        assert self.pending is not None
+        running = torch.tensor([not self.pending.done()], dtype=torch.uint8)
+        world.host_max(running, "save in the background").wait()
+        if not running.item():
+            self.wait(world)
+
+    def wait(self, world: World | None) -> None:
+        """Wait for the pending save, if any. Collective.
+
+        Raises:
+            CheckpointError: on all ranks: it failed.
+        """
+        if self.pending is None:
+            return
+        pending = self.pending
+        with progress_bar("Waiting for the save in the background", rank=world.rank if world is not None else 0):
+            # If the user interrupts the wait, the save is still pending and reads the host memory.
+            futures.wait([pending])
+        self.pending = self.writing = None
+        after, self._after = self._after, []
+        pending.result()  # raises on all ranks if one failed
+        for action in after:
+            action()
+
+    def abandon(self, world: World) -> None:
+        """Wait for the pending save briefly, without collectives: after an error other ranks may be gone."""
+        ended = True
+        if self.pending is not None:
+            with progress_bar("Waiting for the save in the background", rank=world.rank):
+                ended = bool(futures.wait([self.pending], GRACE).done)
+            if not ended:
+                # The group belongs to the save, which may still be running.
+                world.leave_saving_group()
+        self.pending = self.writing = None
+        self.close(ended)
+
+    def close(self, ended: bool = True) -> None:
+        """Release the thread and the memory; ``ended``: no save is running."""
+        self._after = []
+        if self._thread is not None:
+            self._thread.shutdown(wait=ended, cancel_futures=True)
+        self._thread = self._buffer = None
+
+
+def _write_alone(made: Bundle, place: PendingDirectory, world: World, group: Any, then: Callable[[], object]) -> None:
+    """``write`` in a thread: an error is logged, too, as the process may end before anybody waits."""
+    try:
+        write(made, place, world, group, then)
+    except BaseException as error:
+        log.error("Saving %s in the background failed: %s", place.name, error)
+        raise
+
+
+# ---- restoring -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Content of a checkpoint beside weights and optimizers' states.
+
+    Attributes:
+        stepped: whether its weights are those of a step.
+        residuals: gradients that ranks owe to the weights.
+        rank_buffers: buffers of each rank, where they differ.
+        loss_scale: its state; {} if there is none.
+        averages: the arguments of ``WeightAverage.load``.
+    """
+
+    stepped: bool
+    residuals: Any = None
+    rank_buffers: Any = None
+    loss_scale: Mapping[str, Any] | None = None
+    averages: tuple[Mapping[str, Any], Collection[str], int] | None = None
+
+    @classmethod
+    def of(cls, checkpoint: Mapping[str, Any]) -> Progress:
+        """Read it from a checkpoint dictionary, whichever face saved it."""
+        averages = None
+        if TRAINED_WEIGHTS in checkpoint:
+            trained = checkpoint[TRAINED_WEIGHTS]
+            averages = checkpoint["state_dict"], trained["weights"].keys(), trained["updates"]
+        kept = checkpoint.get(RESIDUALS), checkpoint.get(RANK_BUFFERS)
+        return cls(stepped(checkpoint), *kept, loss_scale(checkpoint), averages)
+
+    def restore(self, engine: Engine, controller: LossScaleController | None, prefix: str = "") -> None:
+        """Restore all of it into an engine with loaded weights, before its optimizers. Collective.
+
+        Args:
+            controller: gets the loss scale; None: its owner restores it.
+            prefix: of the engine's parameters in the checkpoint.
+
+        Raises:
+            CheckpointError: on all ranks.
+        """
+        # The same on all ranks: they have the same checkpoint, and the same configuration.
+        if self.residuals is not None or engine.exchange.remembers:
+            with engine.world.agree("restoring what ranks owe to the weights", CheckpointError):
+                load_residuals(engine, self.residuals)
+        engine.note_loaded(after_step=self.stepped)
+        if self.rank_buffers is not None:
+            with engine.world.agree("restoring buffers of each rank", CheckpointError):
+                load_rank_buffers(engine, self.rank_buffers, prefix)
+        average = average_of(engine)
+        if average is not None and self.averages is not None:
+            with engine.world.agree("restoring averages", CheckpointError):
+                average.load(*self.averages)
+        if controller is not None:
+            controller.load_state_dict(dict(self.loss_scale or {}))
+            controller.start_watching(engine)
+
+
+def restore_optimizers(
+    engine: Engine,
+    optimizers: Mapping[int, tuple[Optimizer, Any]],
+    remedy: str = NEW,
+    tick: Callable[[], object] = lambda: None,
+) -> None:
+    """Load the states of optimizers, after ``Progress.restore``. Collective.
+
+    Args:
+        optimizers: with their saved states, by their numbers in the run.
+        remedy, tick: as for ``restore_optimizer``.
+
+    Raises:
+        CheckpointError: on all ranks: a state does not fit.
+    """
+    names = {number: OnAllRanks.of(optimizer, engine) for number, (optimizer, _) in optimizers.items()}
+    with engine.world.agree("loading optimizer states", CheckpointError):
+        for number, (optimizer, saved) in optimizers.items():
+            if not isinstance(saved, Mapping) or (saved and "param_groups" not in saved):  # {}: Lightning's mock
+                raise CheckpointError("What the checkpoint has for the optimizer is no state of one: check the keys.")
+            restore_optimizer(optimizer, engine, saved, names[number], number, remedy, tick)

@@ -1,0 +1,1123 @@
+"""Random states and the position in the data: a resumed run continues with the next batch.
+
+Note [When random states are set]
+    A checkpoint holds the random states at the time of saving. A resumed run sets them when training starts (after the
+    ``on_train_start`` hooks of callbacks and module, which an uninterrupted run does not call there), and restores the
+    position in the data when the first batch is read, without changing them. Batches that were read but not trained on
+    are read again from the states before them: the batch that Lightning reads ahead if the number of batches is
+    unknown, the batch that raised an exception, and the micro-batches of an incomplete accumulation window: their
+    gradients are in no checkpoint.
+
+Note [Random states around validation]
+    Validation inside fit restores the random states, so that training does not depend on whether there is one.
+
+Note [Lightning's counters]
+    The loops' counters are corrected before the loops read them, where they differ from what was trained on (see
+    iteration.py), and with another number of batches per epoch for another world size.
+
+Note [Lazy iterators]
+    A tracked loader is the user's loader with one method replaced: ``__iter__`` returns at once and opens the loader
+    when the first batch is read. Lightning calls ``iter`` at set-up, and a resumed run calls it at other moments than
+    an uninterrupted one; an iterator that is never read thus draws no random number and starts no worker. The tracked
+    loader shares its ``__dict__`` with the user's object, so that both see the same attributes.
+
+Note [Repeating a pass]
+    A pass over a loader is repeated from the random states that it began with: the sampler draws the same order and the
+    workers get the same seeds. For a map-style dataset in this process only indices are skipped; random numbers that
+    samples draw do not matter, as the states are set afterwards. In workers (whose generators advance with their
+    samples) and for iterable datasets, batches are loaded and dropped. An order that depends on random numbers drawn
+    between batches (``torch.randperm``, beside a model with dropout on the CPU), or on a generator that was not found,
+    cannot be repeated. The last batch that is read again shows it: a warning says that it is another one than before.
+    Private state of samplers and data is restored twice: to repeat the pass as it was when the pass began, and then as
+    it was before the batch to go on from (see own_state.py).
+
+Note [Loaders that resume by themselves]
+    Loaders with ``state_dict`` and ``load_state_dict`` (torchdata's, for example) are asked for their state before each
+    batch from which a resumed run may go on, and get it back right before the pass is opened, with the epoch that their
+    sampler had and what its order was drawn from (see openings.py). Lightning saves the state after batches that it has
+    read ahead, and restores it before the epoch is set and only inside of an epoch. A state of a pass that has ended is
+    passed by: the next pass follows it. A loader that has opened no pass is not asked, since torchdata's would draw a
+    seed.
+
+Note [Epochs that begin after a resume]
+    A run that was not interrupted reads the first batch of an epoch after the hooks ``on_train_epoch_start``, in which
+    users tell datasets the epoch. If the number of batches is unknown, Lightning reads it at set-up when it resumes,
+    before these hooks and before it tells samplers the epoch. So the loaders show Lightning no batch at set-up, are
+    restored when training starts, and are opened again where the run that was not interrupted opens them.
+
+Note [Resuming with another batch size]
+    With another world size or batch size the position is counted in samples of all ranks, rounded up to full batches:
+    under ``DistributedSampler``, which orders samples by seed and epoch only, none is seen twice in the epoch.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+import os
+import re
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torchmetrics import Metric
+
+from lt_zero.common.errors import CheckpointError
+from lt_zero.common.module_hooks import ProcessLocal
+from lt_zero.common.users_code import warn
+from lt_zero.training.lightning.data_position.attributes import asked, attributes_of, slots_of, write
+from lt_zero.training.lightning.data_position.epochs import Epochs
+from lt_zero.training.lightning.data_position.inexact import inexact
+from lt_zero.training.lightning.data_position.iteration import RESTS, correct_counters, do_rest, rest_of
+from lt_zero.training.lightning.data_position.logged import EpochValues, are_values, restore_values, saved_values
+from lt_zero.training.lightning.data_position.openings import Opening, Openings
+from lt_zero.training.lightning.data_position.own_state import OwnState, are_states, reader_of, same_states
+from lt_zero.training.lightning.data_position.plain_values import LONGEST
+from lt_zero.training.lightning.data_position.random_state import RandomStates, own_or_derived
+from lt_zero.training.lightning.data_position.request import LoaderRequest
+from lt_zero.training.lightning.data_position.witness import Witness
+
+POSITION = "lt_zero_progress"
+_VERSION = 2
+_EMPTY = 10  # epochs on end without a batch that end a run which only steps would end
+Make = Callable[[], Iterator[Any]]
+
+
+class DataPosition:
+    """Random states and the position in the data, of one rank."""
+
+    def __init__(self) -> None:
+        self._over = True
+        self._reset(None)
+
+    def _reset(self, trainer: pl.Trainer | None) -> None:
+        self._trainer = trainer
+        self._feed = Feed(self._before_batch, self._after_batch, self._after_epoch)
+        self._started = False  # whether on_train_start was called
+        self._before_validation: RandomStates | None = None  # of training, during validation
+        self._loaded: dict[str, Any] | None = None  # until training starts
+        self._pending: list[LoaderPlace] | None = None  # the saved position, until it is restored
+        self._upcoming: deque[RandomStates] = deque()  # see Note [When random states are set]
+        self._ahead: RandomStates | None = None  # after batches that a resumed run has read before training starts
+        self._new_epoch = False  # whether a resumed run goes on with an epoch that had not begun
+        self._request = LoaderRequest()
+        self._told: set[str] = set()  # warnings of this run
+        self._hidden: Any = None  # the filter of a warning of Lightning's
+        self._empty = 0  # epochs on end without a batch
+        self._has_metrics = False  # whether the module has objects of torchmetrics
+        self._values: EpochValues | None = None  # logged, before the batches that a resume would repeat
+        self._same_ranks = True  # whether as many ranks have saved what is loaded
+
+    # ---- a run ---------------------------------------------------------------------------------------------------
+
+    def watch(self, trainer: pl.Trainer) -> None:
+        """A fit begins. Loaders may exist already, if user code has read the number of steps."""
+        if self._over:
+            self._feed.live, self._over = False, False
+            self._reset(trainer)
+            self._request.watch(trainer)
+        # All of an accumulation window, one that Lightning reads ahead, and the read that finds no other.
+        if trainer.accumulate_grad_batches + 2 > (self._feed.recent.maxlen or 0):
+            self._feed.recent = deque(self._feed.recent, maxlen=trainer.accumulate_grad_batches + 2)
+
+    def process(self, loader: object, trainer: pl.Trainer, ranks: int) -> object:
+        """Lightning's loader with its reads tracked. See Note [Lazy iterators].
+
+        ``ranks``: that see different data.
+        """
+        if trainer.state.fn != "fit":
+            return untracked(loader)
+        self.watch(trainer)
+        if trainer.training:
+            clone = self._feed.add(loader, ranks)
+            if trainer.is_global_zero:
+                self._tell_inexact(loader)
+            return clone
+        feed, plain = self._feed, untracked(loader)
+
+        def open(make: Make) -> Iterator[Any]:
+            return LazyIterator(make, self.before_validation) if feed.live else make()
+
+        clone = tracked(plain, open)
+        return plain if clone is None else clone  # not `or`: bool() calls len(), which some loaders lack
+
+    def _tell_inexact(self, loader: object) -> None:
+        """Warn, once in a run, of what a resume will not repeat in a loader."""
+        plain = untracked(loader)
+        reasons = list(inexact(plain, OwnState(plain, is_stateful(plain)), is_stateful(plain)))
+        if _name(plain) in self._feed.untracked:
+            reasons.append("cannot be tracked: a resumed run may see samples of the epoch twice. Use a DataLoader")
+        for text in (f"The training loader {_name(plain)} {reason}." for reason in reasons):
+            if text not in self._told:
+                self._told.add(text)
+                warn(text, UserWarning)
+
+    def start(self) -> None:
+        """Training begins. Collective in a run that is resumed; see Note [The rest of an iteration]."""
+        assert self._trainer is not None
+        self._started = True
+        self._has_metrics = any(isinstance(child, Metric) for child in self._trainer.lightning_module.modules())
+        state, self._loaded = self._loaded, None
+        if state is not None:
+            self._request.restore_schedule()
+            if not self._feed.untracked:
+                self._hide_advice()
+            if state["consumed"] and not state["ended"]:
+                self._scale_counters(state)
+            self._restore_logged(state)
+        if self._upcoming:
+            self._upcoming.popleft().apply()
+        elif self._ahead is not None:
+            self._ahead.apply()
+        self._upcoming.clear()
+        self._ahead = None
+        if state is not None:
+            if self._new_epoch:
+                self._begin_epoch()
+            elif state["rest"] == "begin" and self._pending is not None:
+                self._restore_pending()  # before hooks that tell samplers the epoch
+            do_rest(self._trainer, state)
+
+    def begin_batch(self) -> None:
+        """A batch is trained on next."""
+        assert self._trainer is not None
+        window = self._trainer.accumulate_grad_batches
+        batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        if (batches.ready - 1) % window == 0:
+            self._values = EpochValues.now(self._trainer, copies=window > 1 and self._has_metrics)
+
+    def _hide_advice(self) -> None:
+        """Hide, until the first batch, Lightning's warning that a loader is not resumable: here it resumes exactly."""
+        text = "You're resuming from a checkpoint that ended before the epoch ended"
+        warnings.filterwarnings("ignore", re.escape(text), PossibleUserWarning)
+        self._hidden = warnings.filters[0]
+
+    def _show_advice(self) -> None:
+        if self._hidden in warnings.filters:
+            cast(list[Any], warnings.filters).remove(self._hidden)
+        self._hidden = None
+
+    def _begin_epoch(self) -> None:
+        """Restore the loaders for an epoch that begins. See Note [Epochs that begin after a resume]."""
+        assert self._trainer is not None
+        loop = self._trainer.fit_loop
+        self._feed.closed = False
+        if self._pending is not None:
+            self._restore_pending()
+        loop._resuming_from_checkpoint = False  # Lightning opens the loaders again
+        if type(loop._data_fetcher) is _PrefetchDataFetcher:
+            loop._data_fetcher.__class__ = _OpenedLater
+
+    def before_validation(self) -> None:
+        if self._before_validation is None:
+            self._before_validation = RandomStates.now()
+
+    def after_validation(self) -> None:
+        if self._before_validation is not None:
+            states, self._before_validation = self._before_validation, None
+            states.apply()
+
+    def finish(self) -> None:
+        """The run has ended; its position can still be saved."""
+        self._feed.live, self._over = False, True
+        self._request.release()
+        self._show_advice()
+        for position in self._feed.positions:
+            position.close()
+
+    def _before_batch(self) -> None:
+        if self._started and self._hidden is not None:
+            self._show_advice()
+        self.after_validation()  # Lightning does not end a validation that it fast-forwards
+        if self._pending is not None:
+            self._restore_pending()
+        if not self._started and self._upcoming:
+            self._upcoming.popleft().apply()
+        assert self._trainer is not None
+        self._feed.remember(first_of_window=self._feed.served % self._trainer.accumulate_grad_batches == 0)
+
+    def _after_batch(self) -> None:
+        if not self._started and self._loaded is not None:
+            self._ahead = RandomStates.now()
+
+    def _after_epoch(self) -> None:
+        """Count epochs that had no batch: Lightning goes on with them for ever, if only steps end the run.
+
+        Raises:
+            RuntimeError: there were too many on end.
+        """
+        assert self._trainer is not None
+        self._empty = 0 if self._feed.served else self._empty + 1
+        if self._empty >= _EMPTY and self._trainer.max_epochs == -1:
+            names = ", ".join(_name(position.loader) for position in self._feed.positions)
+            raise RuntimeError(
+                f"The training loader {names} gave no batch in {self._empty} epochs on end, and without max_epochs "
+                "only steps would end this run. Check its data, or set max_epochs."
+            )
+
+    # ---- saving --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's states as plain containers and tensors. Draws no random number."""
+        if self._loaded is not None:
+            return self._loaded  # nothing was trained since
+        now, feed = self._before_validation or RandomStates.now(), self._feed
+        consumed, repeats, ended, counted = self._consumed()
+        again: list[Moment] = []  # from the first batch that a resumed run reads again
+        open_window = 0  # micro-batches of an incomplete accumulation window are repeated
+        if self._trainer is not None and not ended and not _reads_itself(self._trainer):
+            open_window = consumed % self._trainer.accumulate_grad_batches
+            again = [moment for moment in feed.recent if moment.served >= consumed - open_window]
+        # Before its first batch a resumed run may not have restored its loaders yet.
+        places = again[0].places if again else self._pending or [position.place() for position in feed.positions]
+        places = [position.saved(place) for position, place in zip(feed.positions, places, strict=False)] or places
+        for position in feed.positions:
+            position.tell_unsaved()
+        states = [*(moment.states for moment in again), *([] if again and (repeats or open_window) else [now])]
+        return {
+            "version": _VERSION,
+            "states": [state.state_dict() for state in states[:2]],  # one at set-up and one when training starts
+            "consumed": consumed - open_window,
+            "ended": ended,
+            "counted": counted,
+            "window": open_window > 0,
+            **self._rest(consumed - open_window, repeats or open_window > 0, ended, counted),
+            "loaders": [place.state_dict() for place in places],
+            "request": self._request.state_dict(),
+            "seed": _seed(),
+        }
+
+    def _rest(self, position: int, repeats: bool, ended: bool, counted: bool) -> dict[str, Any]:
+        """Tell what is left of the iteration, and what was logged before ``position``."""
+        if self._trainer is None:
+            return {"rest": "nothing", "logged": None}
+        rest, before = rest_of(self._trainer), self._values
+        if not repeats or (before is not None and before.batch != position + 1):
+            before = None
+        in_epoch = not ended and rest != "validation"
+        return {"rest": rest, "logged": saved_values(self._trainer, before, in_epoch, cut=counted and not ended)}
+
+    def _consumed(self) -> tuple[int, bool, bool, bool]:
+        """Batches trained on in this epoch; whether one is incomplete; whether the epoch has ended, and is counted."""
+        if self._trainer is None:
+            return 0, False, False, False
+        loop = self._trainer.fit_loop
+        batches, epochs = loop.epoch_loop.batch_progress, cast(Any, loop.epoch_progress.current)
+        counted = epochs.processed == epochs.ready > 0
+        current: Any = batches.current
+        complete = current.ready == current.started == current.processed
+        consumed = current.processed if complete else current.completed
+        ended = complete and (batches.is_last_batch or consumed >= self._trainer.num_training_batches)
+        # An iterable beside a loader with a length may end earlier than Lightning has counted.
+        ended = ended or (counted and loop._data_fetcher is not None and loop._data_fetcher.done)
+        return consumed, current.ready > consumed, bool(ended and consumed), counted
+
+    # ---- restoring -----------------------------------------------------------------------------------------------
+
+    def load(self, states: Sequence[dict[str, Any]], rank: int, ranks: int) -> None:
+        """Load the ``state_dict`` of all ranks of the saved run, for the fit that begins.
+
+        The saved run may not have had this ``rank``, or another number of ``ranks``.
+
+        Raises:
+            CheckpointError: the states cannot be read.
+        """
+        if not isinstance(states, Sequence) or not states:
+            raise CheckpointError(
+                f"{POSITION}: the states of the saved ranks were expected, not {type(states).__name__}."
+            )
+        for number, state in enumerate(states):
+            _check(state, f"{POSITION}[{number}]")
+        number = rank if rank < len(states) else 0
+        own, where = states[number], f"{POSITION}[{number}]"
+        upcoming = [
+            own_or_derived([RandomStates.of(s["states"][i], where) for s in states if i < len(s["states"])], rank)
+            for i in range(len(own["states"]))
+        ]
+        requests = [s["request"]["states"] for s in states]
+        asked = [RandomStates.of(request, where) for request in requests if request is not None]
+        self._pending = [LoaderPlace.of(packed, where) for packed in own["loaders"]]
+        self._upcoming = deque(upcoming)
+        self._loaded = {**own, "states": [found.state_dict() for found in upcoming]}
+        self._same_ranks = len(states) == ranks
+        assert self._trainer is not None
+        loop = self._trainer.fit_loop
+        correct_counters(self._trainer, own)
+        self._new_epoch = own["ended"] or (own["counted"] and not own["consumed"])
+        self._feed.closed = self._new_epoch
+        loop._combined_loader_states_to_load = []  # the positions have them, of the moments to go on from
+        self._request.repeat(own["request"]["epoch"], own_or_derived(asked, rank) if asked else None)
+        if rank == 0 and own["seed"] != _seed():
+            seeds = own["seed"], _seed()
+            told = ["without seed_everything" if seed is None else f"with seed {seed}" for seed in seeds]
+            warn(
+                f"The checkpoint is of a run {told[0]}, and this run is one {told[1]}. Random states are those of "
+                "the checkpoint, but Lightning's DistributedSampler shuffles by the seed: samples may be seen twice or "
+                "not at all. Call seed_everything as the saved run did to go on like the run that was not interrupted.",
+                UserWarning,
+            )
+
+    def _restore_logged(self, state: dict[str, Any]) -> None:
+        """Restore logged values. Warns about those of the epoch that cannot be restored."""
+        if (saved := state["logged"]) is None:
+            return
+        assert self._trainer is not None
+        lost = restore_values(self._trainer, saved, self._same_ranks)
+        if lost and state["consumed"] and not state["ended"]:
+            warn(
+                f"Values of the epoch for {', '.join(map(repr, lost))} will cover its batches after this resume only: "
+                "the checkpoint does not have what was logged before.",
+                UserWarning,
+            )
+
+    def _scale_counters(self, state: dict[str, Any]) -> None:
+        """See Note [Resuming with another batch size]. Warns about loaders that lose their position."""
+        assert self._trainer is not None
+        saved, positions = state["loaders"], self._feed.positions
+        reasons = [f"{name} cannot be tracked" for name in self._feed.untracked]
+        if not reasons and len(positions) != len(saved):
+            reasons = [f"there are {len(positions)} loaders, but {len(saved)} when the checkpoint was saved"]
+        if reasons:
+            warn(
+                f"The position in the training loaders cannot be restored: {'; '.join(reasons)}. Samples of this epoch "
+                "may be seen twice. Use a DataLoader, or an object with `state_dict` and `load_state_dict`.",
+                UserWarning,
+            )
+        if not (saved and positions) or saved[0]["unit"] == positions[0].unit:
+            return
+        saved_unit, unit = saved[0]["unit"], positions[0].unit
+        shift = -(-state["consumed"] * saved_unit // unit) - state["consumed"]
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        for tracker in (progress.total, progress.current):
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(tracker, name, max(0, getattr(tracker, name) + shift))
+
+    def _restore_pending(self) -> None:
+        """Restore the saved position, without changing the random states."""
+        assert self._pending is not None
+        assert self._trainer is not None
+        places, self._pending = self._pending, None
+        before = RandomStates.now()
+        for position, place in zip(self._feed.positions, places, strict=False):
+            if place.fetched and not self._new_epoch and self._trainer.is_global_zero:
+                position.tell_other_shares(place)
+            position.resume(place, self._new_epoch)
+        before.apply()
+
+
+def _seed() -> int | None:
+    """The seed of ``seed_everything``, from which Lightning makes those of its samplers."""
+    text = os.environ.get("PL_GLOBAL_SEED", "")
+    return int(text) if text.lstrip("-").isdigit() else None
+
+
+def _reads_itself(trainer: pl.Trainer) -> bool:
+    """True if the module's training step reads the iterator itself; batches that it reads ahead are not tracked."""
+    return "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters
+
+
+def _check(state: Any, where: str) -> None:
+    """Raises: CheckpointError."""
+    kinds: dict[type[Any], tuple[str, ...]]
+    kinds = {list: ("states", "loaders"), int: ("consumed",), bool: ("ended", "counted", "window"), dict: ("request",)}
+    if not isinstance(state, dict) or state.get("version") != _VERSION:
+        found = state.get("version") if isinstance(state, dict) else type(state).__name__
+        raise CheckpointError(
+            f"{where}: version {_VERSION} of the position in the data was expected, not {found!r}. Remove the key "
+            f"{POSITION!r} from the checkpoint to resume without it."
+        )
+    wrong = [name for kind, names in kinds.items() for name in names if not isinstance(state.get(name), kind)]
+    wrong += [] if state.get("states") else ["states"]
+    wrong += [] if state.get("rest") in RESTS else ["rest"]
+    wrong += [] if "logged" in state and (state["logged"] is None or are_values(state["logged"])) else ["logged"]
+    wrong += [] if {"epoch", "states"} <= (state.get("request") or {}).keys() else ["request"]
+    for loader in state.get("loaders") or []:
+        wrong += LoaderPlace.faults(loader)
+    if wrong or state["consumed"] < 0:
+        raise CheckpointError(
+            f"{where}: {', '.join(dict.fromkeys(wrong)) or 'the count of batches'} cannot be read. The checkpoint is "
+            f"damaged. Remove the key {POSITION!r} from it to resume without the position in the data."
+        )
+
+
+# ---- training loaders ------------------------------------------------------------------------------------------------
+
+
+class LazyIterator(ProcessLocal):
+    """An iterator that is made on first read, with callbacks around each item. See Note [Lazy iterators]."""
+
+    def __init__(
+        self,
+        make: Make,
+        before: Callable[[], object],
+        after: Callable[[Any], object] = lambda batch: None,
+        at_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._make = make
+        self._before = before
+        self._after = after
+        self._at_end = at_end
+        self._inner: Iterator[Any] | None = None
+
+    def __iter__(self) -> LazyIterator:
+        return self
+
+    def __next__(self) -> Any:
+        self._before()
+        if self._inner is None:
+            self._inner = self._make()
+        try:
+            batch = next(self._inner)
+        except StopIteration:
+            self._at_end()
+            raise
+        self._after(batch)
+        return batch
+
+
+class _OpenedLater(_PrefetchDataFetcher):
+    """A fetcher that has read nothing at set-up. It is opened by Lightning, or by the first read."""
+
+    def __iter__(self) -> _PrefetchDataFetcher:
+        self.__class__ = _PrefetchDataFetcher  # type: ignore[assignment]
+        return iter(self)
+
+    def __next__(self) -> Any:
+        return next(iter(self))
+
+
+class _Tracked:
+    """Mixin for the class of a user's loader.
+
+    The values lie in slots of the clone, whose ``__dict__`` is the loader's. Python 3.12 caches the classes that
+    ``inspect.getattr_static`` has seen: if they held the values, the Trainer would never be freed.
+    """
+
+    _lt_zero_open: Callable[[Make], Iterator[Any]]
+    _lt_zero_original: object
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._lt_zero_open(cast(Any, super()).__iter__)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return operator.getitem, ((self._lt_zero_original,), 0)
+
+
+def untracked(loader: object) -> object:
+    """The user's own object."""
+    return loader._lt_zero_original if isinstance(loader, _Tracked) else loader
+
+
+def tracked(
+    loader: object,
+    open: Callable[[Make], Iterator[Any]],
+    ask: Callable[[], Any] | None = None,
+    give: Callable[[Any], None] | None = None,
+) -> object | None:
+    """``loader`` with ``open`` as its ``__iter__``, which gets the original one; None if its class is not Python's.
+
+    Args:
+        ask: its ``state_dict``, if it has one.
+        give: its ``load_state_dict``; None: the original one.
+    """
+    kind: Any = type(loader)
+    try:
+        slots = ("_lt_zero_open", "_lt_zero_original")
+        copied = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        users: dict[str, Any] = {name: _of_the_original(name) for name in slots_of(kind) if name not in slots}
+        if ask is not None and callable(getattr(kind, "state_dict", None)):
+            users["state_dict"] = lambda clone: ask()
+        if give is not None:
+            users["load_state_dict"] = lambda clone, state: give(state)
+        bases = (_Tracked, kind)
+        clone = object.__new__(type(kind)(kind.__name__, bases, {"__slots__": slots, **copied, **users}))
+        object.__setattr__(clone, "__dict__", vars(loader))
+        for slot, value in zip(slots, (open, loader), strict=True):
+            object.__setattr__(clone, slot, value)
+    except Exception:  # also of a metaclass or an `__init_subclass__` of the user's, a registry of names say
+        return None
+    return cast(object, clone)
+
+
+def _of_the_original(name: str) -> property:
+    """An attribute that the class of a loader keeps in ``__slots__``, which a clone cannot share."""
+    return property(
+        lambda clone: getattr(clone._lt_zero_original, name),
+        lambda clone, value: setattr(clone._lt_zero_original, name, value),
+        lambda clone: delattr(clone._lt_zero_original, name),
+    )
+
+
+@dataclass(frozen=True)
+class LoaderPlace:
+    """The place of a loader before a batch."""
+
+    start: RandomStates | None  # at the start of the pass
+    own: dict[str, Any]  # private state at the start of the pass
+    own_now: dict[str, Any]  # where the pass goes on, ``OwnState.take`` may have left out what it sets
+    epochs: dict[str, int]  # at the start of the pass
+    epochs_now: dict[str, int]
+    fetched: int
+    served: int
+    openings: int
+    unit: int
+    cycled: bool
+    exhausted: bool
+    state: Any  # of a loader that resumes by itself; None: it has none, or was not asked
+    opening: Opening | None  # of the sampler of such a loader
+    witness: Witness | None
+    ranks: int | None  # that saw different data; None: not known
+    workers: int | None  # that load; None: not known
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain containers and tensors, and what the loader's own state has."""
+        packed = {field.name: getattr(self, field.name) for field in fields(self)}
+        packed["start"] = self.start.state_dict() if self.start is not None else None
+        packed["opening"] = self.opening.state_dict() if self.opening is not None else None
+        packed["witness"] = self.witness.state_dict() if self.witness is not None else None
+        return packed
+
+    @classmethod
+    def of(cls, packed: dict[str, Any], where: str) -> LoaderPlace:
+        """Restore from ``state_dict`` without ``faults``. Raises: CheckpointError."""
+        start = packed["start"]
+        opening = packed.get("opening")
+        witness = packed["witness"]
+        read = {
+            "start": RandomStates.of(start, where) if start is not None else None,
+            "opening": Opening.of(opening, where) if opening is not None else None,
+            "witness": Witness.of(witness, where) if witness is not None else None,
+        }
+        return cls(**{"ranks": None, "workers": None, **packed, **read})
+
+    @classmethod
+    def faults(cls, packed: Any) -> list[str]:
+        """Names of what cannot be read."""
+        # Checkpoints from before there were openings, or numbers of ranks or workers, have none.
+        later = ("opening", "ranks", "workers")
+        if not isinstance(packed, dict) or {*later, *packed} != {field.name for field in fields(cls)}:
+            return ["loaders"]
+        if wrong := [name for name in later[1:] if not isinstance(packed.get(name), (int, type(None)))]:
+            return wrong
+        numbers = [packed[name] for name in ("fetched", "served", "openings", "unit")]
+        if not all(isinstance(number, int) and number >= 0 for number in numbers) or packed["unit"] < 1:
+            return ["loaders"]
+        if wrong := [name for name in ("own", "own_now") if not are_states(packed[name])]:
+            return wrong
+        maps = [packed["epochs"], packed["epochs_now"]]
+        if not all(isinstance(found, dict) and all(isinstance(e, int) for e in found.values()) for found in maps):
+            return ["epochs"]
+        opening = packed.get("opening")
+        if opening is not None and not (isinstance(opening, dict) and are_states(opening.get("own"))):
+            return ["opening"]
+        witness = packed["witness"]
+        if witness is not None and not (isinstance(witness, dict) and isinstance(witness.get("digest"), int)):
+            return ["witness"]
+        return []
+
+
+class Moment(NamedTuple):
+    """A point before a combined batch of all loaders, to which a resumed run can go back."""
+
+    states: RandomStates
+    served: int  # batches of the epoch before it
+    places: list[LoaderPlace]
+
+
+class LoaderPosition:
+    """The position in one training loader, and the random states that the current pass began with."""
+
+    def __init__(self, feed: Feed, loader: Any, world: int) -> None:
+        self._feed, self.loader = feed, loader
+        self.stateful = is_stateful(loader)
+        sizes = [asked(x, "batch_size") for x in (loader, asked(loader, "batch_sampler"))]
+        size = next((size for size in sizes if isinstance(size, int) and size > 0), 1)
+        self.ranks = world  # that see different data
+        self.unit = world * size  # samples of all ranks in a batch
+        self.workers = getattr(reader_of(loader), "num_workers", 0)
+        self.make: Make | None = None
+        self.start: RandomStates | None = None  # at the start of the pass
+        self.own = OwnState(loader, self.stateful)
+        self.own_start: dict[str, Any] = {}  # at the start of the pass
+        self._openings = Openings(loader, self.own) if self.stateful else None
+        self.epochs: dict[str, int] = {}  # at the start of the pass
+        self.fetched = 0  # batches in the pass
+        self.served = 0  # batches in the epoch, over several passes
+        self.cycled = False  # whether the loader has ended in this epoch
+        self.exhausted = False  # whether the pass has ended
+        self.openings = 0  # passes with the same workers
+        self.witness: Witness | None = None
+        self._before: RandomStates | None = None  # the read that is under way
+        self._epochs = Epochs(self.own.parts)
+        self._resumed: list[Iterator[Any]] = []
+        self._loaded: Any = None  # the state that a stateful loader was given, until it is read
+        self._last: Any = None  # its state at the end of the run
+        self._set_up = False  # whether Lightning has opened it
+        # From which the next pass draws the seed of its workers; None: the present ones.
+        self._of_workers: RandomStates | None = None
+        self._goes_on = False  # whether the next pass goes on from a state that the loader was given
+
+    def open(self, make: Make) -> Iterator[Any]:
+        feed = self._feed
+        if not feed.live:
+            return make()
+        self.make, self._last = make, None
+        if feed.closed and self._set_up:
+            return make()  # the user's hooks read it before training starts
+        self._set_up = True
+        feed.opening(self)
+        return LazyIterator(self._begin, *(partial(tell, self) for tell in (feed.fetching, feed.fetched, feed.ended)))
+
+    def ask(self) -> Any:
+        """The state of a loader that resumes by itself, for Lightning's part of a checkpoint.
+
+        Before its first pass such a loader may begin one when it is asked, and draw an order for it. So a copy is asked
+        then, and what that changes is put back.
+        """
+        if not self._feed.live or self.openings > 0:
+            return self.loader.state_dict()
+        states = RandomStates.now()
+        own = self.own.take(long=True)
+        try:
+            return copy.copy(self.loader).state_dict()
+        finally:
+            self.own.set(own)
+            states.apply()
+
+    def _begin(self) -> Iterator[Any]:
+        """The iterator of a new pass, or of the restored one."""
+        self.exhausted = False
+        return self._resumed.pop(0) if self._resumed else self._new_pass()
+
+    def _new_pass(self) -> Iterator[Any]:
+        assert self.make is not None
+        self.start = RandomStates.now()
+        self.own_start = self.own.take()
+        self.fetched = 0
+        self.epochs, self.witness = self._epochs.state_dict(), None
+        self.openings += 1
+        if self.stateful and not self._goes_on:
+            _forget_loaded(self.loader, self.own.parts.values())
+        self._goes_on = False
+        return self._opened()
+
+    def close(self) -> None:
+        """End the run. Lightning takes the iterator from the loader next, and torchdata's then forgets its place."""
+        self.make = None
+        if self.stateful and self.openings > 0:
+            # A loader that cannot tell its state says so in the save that asks for it.
+            with suppress(Exception):
+                self._last = _copied(self.loader.state_dict())
+
+    def _opened(self) -> Iterator[Any]:
+        """A pass from its begin."""
+        assert self.make is not None
+        states = self._of_workers
+        self._of_workers = None
+        return self._openings.passed(self.make, states) if self._openings is not None else self.make()
+
+    def reading(self, states: RandomStates | None) -> None:
+        """The next batch will be read, with these random states; None: with the present ones."""
+        if not self.skips_indices and not self.stateful:
+            self._before = states or RandomStates.now()
+
+    def given(self, batch: Any) -> None:
+        """A batch was read."""
+        self.fetched += 1
+        self.served += 1
+        self._loaded = None
+        if self._before is not None:
+            self.witness, self._before = Witness(batch, self._before), None
+
+    # ---- saving and restoring ------------------------------------------------------------------------------------
+
+    def place(self, complete: bool = True, goes_on: bool = False) -> LoaderPlace:
+        """The place of the loader before the next batch.
+
+        Args:
+            complete: a run may resume from it. Else what only a resume needs is left out, as taking it has a cost: the
+                private state, and that of a loader that resumes by itself.
+            goes_on: the next batch is of the same pass, if this has not ended; else the next pass may begin.
+        """
+        state = self._loaded if self._loaded is not None else self._last
+        if complete and state is None and self.stateful and self.openings > 0:  # else asking would begin a pass
+            state = _copied(self.loader.state_dict())
+        inside = goes_on and self.fetched > 0 and not self.exhausted
+        return LoaderPlace(
+            start=self.start,
+            own=self.own_start,
+            own_now=self.own.take(inside, known=goes_on and self.exhausted) if complete else {},
+            epochs=self.epochs,
+            epochs_now=self._epochs.state_dict(),
+            fetched=self.fetched,
+            served=self.served,
+            openings=self.openings,
+            unit=self.unit,
+            cycled=self.cycled,
+            exhausted=self.exhausted,
+            state=state,
+            opening=self._openings.last if self._openings is not None else None,
+            witness=self.witness,
+            ranks=self.ranks,
+            workers=self.workers,
+        )
+
+    def saved(self, place: LoaderPlace) -> LoaderPlace:
+        """A place of this loader with the private state that a checkpoint needs."""
+        opening = place.opening
+        own, own_now, opened = self.own.needed(place.own, place.own_now, opening.own if opening is not None else {})
+        opening = opening._replace(own=opened) if opening is not None else None
+        return replace(place, own=own, own_now=own_now, opening=opening)
+
+    def resume(self, place: LoaderPlace, new_epoch: bool) -> None:
+        """Make the next pass begin at ``place``, or a new epoch after it; changes the random states."""
+        assert self.make is not None
+        # Both count batches: what was served is compared with Lightning's counters, which are scaled, too.
+        count, served = (-(-count * place.unit // self.unit) for count in (place.fetched, place.served))
+        if new_epoch:
+            count, served = 0, 0
+        workers = bool(getattr(self.loader, "persistent_workers", False))
+        if workers and place.openings > min(count, 1):
+            self._warn("keeps its workers (persistent_workers=True), whose random numbers start over")
+            # Start the workers now, so that the pass draws no seed for them; a loader that is opened late starts them
+            # with the first batch.
+            self.make()
+            self._of_workers = RandomStates.now()
+        self.openings, self.served = min(place.openings, 1), served
+        state = place.state if self._is_alike(place) else None
+        if not new_epoch and place.cycled:
+            self._resumed.append(iter(()))  # shows Lightning's CombinedLoader the end of this loader again
+            self.cycled, self.exhausted = True, place.exhausted
+        if count > 0 and place.start is not None and not place.exhausted:
+            self._resume_pass(place, count, state)
+            return
+        own_now = place.own_now
+        if self.stateful and state is not None:
+            # The state is of a pass that was left: the next one begins after it.
+            restored = self._load(state)
+            untouched = self.own.take(long=True)
+            counts = _counts(self.loader)
+            self.make()
+            self.own.set(untouched)  # the sampler was opened
+            for name, count in _counts(self.loader).items():
+                if count > counts.get(name, count):  # of passes: the one that was left is counted already
+                    write(self.loader, name, counts[name])
+            own_now = {path: value for path, value in own_now.items() if path not in restored}
+        self._epochs.restore(place.epochs_now)  # may seed generators anew
+        self.own.set(own_now)
+        if not self.own.agrees(place.own_now):
+            self.own.set(place.own_now, state_dicts=True)
+
+    def load(self, state: Any) -> None:
+        """Give a loader that resumes by itself a state that came without a place: its next pass goes on there."""
+        self.loader.load_state_dict(state)
+        self._goes_on = True
+
+    def tell_epochs(self, epochs: dict[str, int]) -> None:
+        """Tell parts of the loader, by their paths, an epoch."""
+        self._epochs.restore(epochs)
+
+    def _is_alike(self, place: LoaderPlace) -> bool:
+        """True if the batches of a rank are those of the run that has saved, and its loader can read that state."""
+        same_ranks = place.unit == self.unit and place.ranks in (None, self.ranks)
+        return same_ranks and place.workers in (None, self.workers)
+
+    def tell_inexact(self) -> None:
+        """Warn of what a resume will not repeat."""
+        for reason in inexact(self.loader, self.own, self.stateful):
+            self._warn(reason)
+
+    def tell_other_shares(self, place: LoaderPlace) -> None:
+        """Warn if a run does not go on after the samples that were seen: with other ranks, batches or workers."""
+        before = place.ranks
+        if before not in (None, self.ranks):
+            if not _is_shared_out(self.loader, min(before, self.ranks)):
+                self._warn(
+                    f"goes on with {self.ranks} ranks in an epoch that {before} began, and decides itself which "
+                    "samples a rank reads: samples of this epoch may be seen twice or not at all. DistributedSampler "
+                    "shares out one order among any number of ranks"
+                )
+            return
+        if not isinstance(getattr(reader_of(self.loader), "dataset", None), IterableDataset):
+            return
+        if place.workers is not None and max(place.workers, 1) != max(self.workers, 1):
+            self._warn(
+                f"goes on with num_workers={self.workers} in an epoch that num_workers={place.workers} began, and its "
+                "workers share out the samples: samples of this epoch may be seen twice or not at all"
+            )
+        elif place.unit != self.unit and self.workers > 0:
+            self._warn(
+                "goes on with another batch size: its workers share out batches, so that samples of this epoch may "
+                "be seen twice or not at all"
+            )
+
+    def _resume_pass(self, place: LoaderPlace, count: int, state: Any) -> None:
+        """Restore a pass after its first ``count`` batches."""
+        assert place.start is not None
+        assert self.make is not None
+        self.start = place.start
+        self.epochs = place.epochs
+        self.fetched = count
+        self.witness = place.witness
+        # Lightning sets the epoch after it reads ahead, and counts an epoch that max_steps ended.
+        self._epochs.restore(place.epochs)
+        if self._openings is not None and state is not None:
+            self.own.set(place.own)
+            self.own_start = self.own.take()
+            place.start.apply()
+            restored = self._load(state)
+            opening = place.opening.without(restored) if place.opening is not None else None
+            batches = self._openings.passed(self.make, place.start, opening)
+            _count_once(self.loader, count)
+        else:
+            batches = self._repeat(place, count)
+        self._epochs.restore(place.epochs_now)
+        # A loader that resumes by itself may draw the order as late as with its first batch.
+        self.own.set(place.own_now, only="samples" if self.stateful else None)
+        self._resumed.append(self._or_next_pass(batches) if self.cycled else batches)
+
+    def _load(self, state: Any) -> dict[str, Any]:
+        """Give a loader that resumes by itself its state; returns the private state that it has restored by that."""
+        before = self.own.take(long=True)
+        self.loader.load_state_dict(copy.deepcopy(state))
+        self._loaded = state
+        after = self.own.take(long=True)
+        return {path: value for path, value in after.items() if not same_states(before.get(path), value)}
+
+    def _or_next_pass(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """``batches``, or those of a new pass if there are none.
+
+        The resumed CombinedLoader has been shown an end of the loader, and would take another one for the epoch's.
+        """
+        empty = True
+        for batch in batches:
+            empty = False
+            yield batch
+        if empty:
+            yield from self._new_pass()
+
+    @property
+    def skips_indices(self) -> bool:
+        """True if batches are passed by without loading them: a map-style dataset in this process."""
+        plain = isinstance(self.loader, DataLoader) and type(self.loader).__iter__ is DataLoader.__iter__
+        return plain and self.loader.num_workers == 0 and not isinstance(self.loader.dataset, IterableDataset)
+
+    def _repeat(self, place: LoaderPlace, count: int) -> Iterator[Any]:
+        """The pass after its first ``count`` batches. See Note [Repeating a pass].
+
+        Samplers with ``state_dict`` need it only if what they return was not found in their attributes. Then they may
+        expect the state of the begin of the pass, or that of the place.
+        """
+        assert place.start is not None
+        assert self.make is not None
+        witness = place.witness if self._is_alike(place) else None
+        for state_dicts in (False, True):
+            self.own.set(place.own, state_dicts=state_dicts)
+            self.own_start = self.own.take()
+            place.start.apply()
+            batches, same = self._skip(count, witness)
+            if self.own.agrees(place.own_now):
+                break
+        else:
+            self.own.set(place.own_now, state_dicts=True)
+            return self._opened()
+        if not same:
+            self._warn(
+                f"was read again up to the checkpoint, and batch {count} is another one now: the order of its samples "
+                "is not repeated, and samples may be seen twice or not at all in this epoch. The order depends on "
+                "random numbers that are drawn between batches, on a generator that was not found, or on other data"
+            )
+        return batches
+
+    def _skip(self, count: int, witness: Witness | None) -> tuple[Iterator[Any], bool]:
+        """A pass after its first ``count`` batches, and whether the last of these is the one that was seen before."""
+        assert self.make is not None
+        if self.skips_indices:
+            loader = copy.copy(self.loader)
+            name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+            items = iter(getattr(loader, name))
+            # An iterator of an iterator is the same object, so it goes on where it is.
+            vars(loader)[name] = items
+            batches: Iterator[Any] = iter(loader)
+            witness = None
+        else:
+            batches = items = self._opened()
+        item: Any = None
+        for number in range(1, count + 1):
+            if number == count and witness is not None:
+                witness.states.apply()
+            item = next(items, self)
+            if item is self:
+                return batches, True  # the dataset has become smaller: the epoch ends here
+        return batches, witness is None or witness.saw(item)
+
+    def tell_unsaved(self) -> None:
+        """Warn about private state that a checkpoint does not have."""
+        for path, error in self.own.untold.items():
+            self._warn(f"has a {path} whose `state_dict` fails ({error}): a resumed run may see another order")
+        if self.own.too_long:
+            longest, self.own.too_long = ", ".join(sorted(set(self.own.too_long))), []
+            self._warn(
+                f"changes {longest} in place, which is too long for a checkpoint (more than {LONGEST} elements): a "
+                "resumed run will have another order"
+            )
+
+    def _warn(self, text: str) -> None:
+        warn(f"The training loader {_name(self.loader)} {text}.", UserWarning)
+
+
+class Feed:
+    """The training loaders of a run, in Lightning's order.
+
+    ``before`` is called before each combined batch of all loaders, ``after`` after each batch of one loader, and
+    ``at_end`` at the end of one.
+    """
+
+    def __init__(
+        self, before: Callable[[], object], after: Callable[[], object], at_end: Callable[[], object] = lambda: None
+    ) -> None:
+        self.positions: list[LoaderPosition] = []
+        self.untracked: list[str] = []  # names of loaders that cannot be tracked
+        self.live = True
+        self.closed = False  # see Note [Epochs that begin after a resume]
+        self.recent: deque[Moment] = deque(maxlen=3)  # before each of the last batches
+        self._before = before
+        self._after = after
+        self._at_end = at_end
+        self._read = False  # whether the current loaders were read
+        self._last = ("", -1)  # the last event, and the ID of its loader
+
+    @property
+    def served(self) -> int:
+        """The number of batches in this epoch."""
+        return max([position.served for position in self.positions], default=0)
+
+    def add(self, loader: object, world: int) -> object:
+        if self._read:
+            self._read = False
+            self.positions = []
+            self.untracked = []
+        position = LoaderPosition(self, untracked(loader), world)
+        clone = tracked(position.loader, position.open, position.ask)
+        if clone is None:
+            self.untracked.append(_name(position.loader))
+            return loader
+        self.positions.append(position)
+        return clone
+
+    def opening(self, position: LoaderPosition) -> None:
+        """A CombinedLoader opens all loaders for an epoch, and reopens one that has ended ("max_size_cycle")."""
+        if position not in self.positions:
+            return
+        self._read = True
+        if self._last == ("stop", id(position)) and len(self.positions) > 1:
+            self._last = ("cycle", id(position))
+            return
+        for other in self.positions:
+            other.cycled = other.exhausted = False
+            other.served = other.fetched = 0
+        self.recent.clear()
+        self._last = ("open", id(position))
+
+    def remember(self, first_of_window: bool) -> None:
+        """A combined batch will be read."""
+        places = [position.place(first_of_window, goes_on=True) for position in self.positions]
+        self.recent.append(Moment(RandomStates.now(), self.served, places))
+
+    def fetching(self, position: LoaderPosition) -> None:
+        if self.closed:
+            raise StopIteration
+        states = None
+        if position is self.positions[0] and self._last != ("cycle", id(position)):
+            self._before()
+            states = self.recent[-1].states
+        self._last = ("fetch", id(position))
+        position.reading(states)
+
+    def fetched(self, position: LoaderPosition, batch: Any) -> None:
+        position.given(batch)
+        self._after()
+
+    def ended(self, position: LoaderPosition) -> None:
+        if self.closed:
+            return
+        position.cycled = position.exhausted = True
+        self._last = ("stop", id(position))
+        self._at_end()
+
+
+def _copied(value: Any) -> Any:
+    """A deep copy; of plain containers a tenth as long as ``copy.deepcopy``, since this is done for each batch."""
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    if type(value) is dict:
+        return {key: _copied(child) for key, child in value.items()}
+    if type(value) is list:
+        return [_copied(child) for child in value]
+    return value.clone() if type(value) is torch.Tensor else copy.deepcopy(value)
+
+
+def _forget_loaded(loader: Any, parts: Iterable[Any]) -> None:
+    """Let a loader of litdata, or of Hugging Face's streams, begin a new pass.
+
+    Until one pass has been read to its end, which Lightning does not do, its passes go on from the state that was
+    loaded, and are empty once that is the end of the data: a run with ``max_steps`` would never end.
+    """
+    if any(kind.__module__.startswith("litdata.") for kind in type(loader).__mro__):
+        loader.restore = False
+    # Each pass of a stream begins at the state that it was given, until the user tells it another epoch.
+    for part in parts:
+        if type(part).__module__.split(".")[0] == "datasets" and asked(part, "_starting_state_dict") is not None:
+            part._starting_state_dict = None
+
+
+def _count_once(loader: Any, given: int) -> None:
+    """Let a resumed pass of a loader of torchdata have as many batches as were ``given``.
+
+    It reads an iterable data set that has no state up to there again, and adds these batches to the number that it has
+    loaded. A state that it tells later would be of a place twice as far.
+    """
+    iterator = vars(loader).get("_iterator")
+    surplus = getattr(iterator, "_num_yielded", given) - given
+    if surplus <= 0 or type(iterator).__module__.split(".")[0] != "torchdata":
+        return
+    iterator._num_yielded -= surplus
+    snapshot = getattr(iterator, "_snapshot", None)  # of its workers
+    if isinstance(snapshot, dict):
+        snapshot["_snapshot_step"] -= surplus
+
+
+def _is_shared_out(loader: object, fewest: int) -> bool:
+    """True if any number of ranks, of at least ``fewest``, shares out one order of a loader's samples.
+
+    One process has no DistributedSampler. Lightning's, which it adds for training on several ranks, shuffles.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(getattr(loader, "batch_sampler", None), BatchSampler):
+        sampler = loader.batch_sampler.sampler  # type: ignore[attr-defined]
+    return isinstance(sampler, DistributedSampler) and (fewest > 1 or not sampler.shuffle)
+
+
+def _counts(loader: object) -> dict[str, int]:
+    """Numbers that a loader keeps itself."""
+    return {name: value for name, _, value in attributes_of(loader) if type(value) is int}
+
+
+def is_stateful(loader: object) -> bool:
+    """True if a loader resumes by itself."""
+    return callable(asked(loader, "state_dict")) and asked(loader, "load_state_dict") is not None
+
+
+def _name(loader: Any) -> str:
+    dataset = asked(loader, "dataset")
+    return type(loader).__name__ + (f"({type(dataset).__name__})" if dataset is not None else "")

@@ -1,0 +1,342 @@
+"""The items of a checkpoint of Fabric: modules, optimizers and others, by the keys of ``fabric.save``."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from torch import nn
+from torch.optim import Optimizer
+
+from lt_zero.checkpoint.native.load import as_lightning, engine_of, entries_of, loss_scale, restore_weights
+from lt_zero.checkpoint.native.load import stepped as has_stepped
+from lt_zero.checkpoint.native.pieces import full_optimizer_state, optimizer_fragments, parameter_names
+from lt_zero.checkpoint.native.rank_state import (
+    OF_RANKS,
+    RANK_BUFFERS,
+    RESIDUALS,
+    load_rank_buffers,
+    own_values,
+    values_of_ranks,
+)
+from lt_zero.checkpoint.native.save import FABRIC, LT_ZERO, TRAINED_WEIGHTS
+from lt_zero.checkpoint.open import OpenedCopy, checked_file, is_directory, of_content, opened_source, reading
+from lt_zero.checkpoint.source import CheckpointSource
+from lt_zero.common.compat import never_a_graph
+from lt_zero.common.errors import CheckpointError
+from lt_zero.config import ZeroConfig
+from lt_zero.core.comm.world import World
+from lt_zero.core.engine.engine import Engine
+from lt_zero.core.step.loss_scale import LossScaleController
+from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
+from lt_zero.training.checkpoints import (
+    Progress,
+    beside,
+    frozen_names,
+    left_out_here,
+    restore_optimizers,
+    weights_to_save,
+    whole_weights,
+)
+from lt_zero.training.lightning.checkpoint_plugin import local_file, write_file
+from lt_zero.training.session import Session
+
+log = logging.getLogger("lt_zero")
+
+BESIDE = "lt_zero_fabric"  # key, in a single file, of what is in no item
+
+
+class ShardedModule(nn.Module):
+    """Module that Fabric calls in place of the user's. Methods marked as forward methods pass through it, too."""
+
+    def __init__(
+        self, module: nn.Module, engine: Engine, numbers: Callable[[bool], AbstractContextManager[None]]
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.engine = engine
+        self._numbers = numbers
+
+    # ``fabric.setup`` of a compiled module compiles this one: the graph is that of the forward inside.
+    @never_a_graph
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.engine.ends_interrupted(), self._numbers(self.module.training and torch.is_grad_enabled()):
+            return self.module(*args, **kwargs)
+
+
+@dataclass
+class Opened:
+    """Content of a checkpoint by the keys of ``fabric.save``; tensors of a directory are read on demand.
+
+    ``modules``, ``optimizers``: keys; ``left_out``: names of frozen weights that were not saved, by module;
+    ``trained``: weights that training goes on with, by module, where they are not those in ``saved``; ``stepped``: keys
+    of optimizers whose weights are those of a step, None: of those with states; ``of_ranks``: values of each rank, of
+    items that differ between ranks.
+    """
+
+    saved: dict[str, Any]
+    modules: Sequence[str] = ()
+    optimizers: Sequence[str] = ()
+    left_out: Mapping[str | None, Sequence[str]] = field(default_factory=dict)
+    trained: Mapping[str | None, Mapping[str, Any]] = field(default_factory=dict)
+    stepped: Collection[str] | None = None
+    loss_scale: dict[str, Any] = field(default_factory=dict)
+    residuals: Any = None
+    rank_buffers: Any = None
+    of_ranks: Mapping[str, list[Any]] = field(default_factory=dict)
+    prefixes: Mapping[str, str] = field(default_factory=dict)  # of names of parameters, by module
+
+    def progress(self, stepped: bool) -> Progress:
+        """Progress of an optimizer's engine, without buffers, which are restored with its module."""
+        return Progress(stepped, self.residuals, loss_scale=self.loss_scale)
+
+    def only(self, value: nn.Module | Optimizer, path: str) -> str:
+        """The key of the only module, or optimizer.
+
+        Raises:
+            CheckpointError: there are several, or none.
+        """
+        kind, keys = ("module", self.modules) if isinstance(value, nn.Module) else ("optimizer", self.optimizers)
+        if len(keys) != 1:
+            raise CheckpointError(
+                f"{path} has {len(keys)} {kind}s ({', '.join(keys) or 'none'}), and fabric.load_raw takes one. "
+                f"Name it: fabric.load({path!r}, {{KEY: {kind}}}, strict=False)."
+            )
+        return keys[0]
+
+
+def open_directory(source: CheckpointSource, weights_only: bool | None) -> Opened:
+    """Content of a directory; if Fabric did not write it, the module is ``model``."""
+    found = as_lightning(source, weights_only)
+    states, frozen = found.get("optimizer_states", []), found.get(LT_ZERO, {}).get("frozen_left_out", [])
+    names = ["optimizer"] if len(states) == 1 else [f"optimizer_{number}" for number in range(len(states))]
+    here = dict(entries_of(found, FABRIC))
+    foreign = not here
+    if foreign:
+        here = {"modules": {"model": ""}, "optimizers": dict.fromkeys(names, ""), "rest": {}}
+        here["stepped"] = names if has_stepped(found) else []
+    saved, left_out = dict(here["rest"]), {}
+    for key, prefix in here["modules"].items():
+        whole = found["state_dict"].items()
+        saved[key] = {name.removeprefix(prefix): value for name, value in whole if name.startswith(prefix)}
+        left_out[key] = [name.removeprefix(prefix) for name in frozen if name.startswith(prefix)]
+    for (key, prefix), state in zip(here["optimizers"].items(), states, strict=True):
+        saved[key] = _without_prefix(state, prefix)
+    modules, optimizers = list(here["modules"]), list(here["optimizers"])
+    trained: dict[str | None, Mapping[str, Any]] = {}
+    if TRAINED_WEIGHTS in found and foreign:
+        trained["model"] = found[TRAINED_WEIGHTS]["weights"]
+    return Opened(
+        saved,
+        modules,
+        optimizers,
+        left_out,
+        trained,
+        stepped=here.get("stepped"),  # earlier versions did not save it
+        loss_scale=loss_scale(found),
+        residuals=found.get(RESIDUALS),
+        rank_buffers=found.get(RANK_BUFFERS),
+        of_ranks=here.get(OF_RANKS, {}),
+        prefixes=here["modules"],
+    )
+
+
+def opened_file(saved: dict[str, Any]) -> Opened:
+    """Content of a single file of this strategy or of another one of Fabric's."""
+    own = saved.pop(BESIDE, {})
+    return Opened(
+        saved,
+        left_out=own.get("frozen_left_out", {}),  # earlier versions did not leave them out
+        stepped=own.get("stepped"),
+        loss_scale=own.get("loss_scale", {}),
+        residuals=own.get(RESIDUALS),
+        of_ranks=own.get(OF_RANKS, {}),
+    )
+
+
+def prefixes_of(keys: Sequence[str]) -> dict[str, str]:
+    """Prefixes of parameter names, by the key of their module: the key, if there are several modules."""
+    if len(keys) < 2:
+        return dict.fromkeys(keys, "")
+    made = {key: f"{key}." for key in keys}
+    nested = any(one != other and one.startswith(other) for one in made.values() for other in made.values())
+    return {key: f"{number}." for number, key in enumerate(keys)} if nested else made
+
+
+@dataclass(frozen=True)
+class FabricItems:
+    """Saves items, and restores them.
+
+    Attributes:
+        world: the ranks that do so together.
+        loss_scale: of the run.
+        checkpoint_io: for checkpoints of one file.
+    """
+
+    config: ZeroConfig
+    world: World
+    session: Session
+    loss_scale: LossScaleController
+    checkpoint_io: CheckpointIO
+
+    def write(
+        self, path: str, state: Mapping[str, Any], options: Any, kept: Mapping[str, Callable[[str, Any], bool]]
+    ) -> None:
+        """Rank 0 writes one file. Collective."""
+        modules = {key: value for key, value in state.items() if isinstance(value, ShardedModule)}
+        frozen = {key: self.frozen(module) for key, module in modules.items()}
+        own = {key: whole_weights(module.engine, "Fabric.save", frozen[key]) for key, module in modules.items()}
+        own |= {key: optimizer_state(o) for key, o in state.items() if isinstance(o, Optimizer)}
+        parts, plugin = self._parts(state, kept, own), self.checkpoint_io
+        found = beside(self._prefixes(state), sharded=False)
+        if found.pop(RANK_BUFFERS, None) is not None and self.world.rank == 0:
+            log.warning("checkpoint.format: full keeps rank 0's buffers only, and other ranks have others.")
+        differing = self._of_ranks(parts, own)
+        parts[BESIDE] = {**self._progress(state), **found, **differing, "frozen_left_out": frozen}
+        with self.world.agree(f"saving {path}", CheckpointError):
+            if self.world.rank > 0:
+                return
+            if os.path.isdir(path):
+                raise IsADirectoryError(f"The checkpoint path {path!r} is a directory. Name a file, or remove it.")
+            write_file(plugin, parts, path, options)
+
+    def _parts(
+        self, state: Mapping[str, Any], kept: Mapping[str, Callable[[str, Any], bool]], own: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Saved form of each item; ``own``: the forms of sharded items. Collective."""
+        parts = dict[str, Any]()
+        with self.world.agree("reading what is to be saved", CheckpointError):
+            for key, value in state.items():
+                part = own[key] if key in own else value.state_dict() if hasattr(value, "state_dict") else value
+                if key in kept and isinstance(part, Mapping):
+                    part = {name: item for name, item in part.items() if kept[key](name, item)}
+                parts[key] = part
+        return parts
+
+    def collect(
+        self, state: Mapping[str, Any], kept: Mapping[str, Callable[[str, Any], bool]]
+    ) -> tuple[dict[str, Any], list[list[list[str]]]]:
+        """The content of a checkpoint, and the names of each optimizer's parameters.
+
+        Names of parameters begin with the prefix of their module.
+        """
+        modules = {key: value for key, value in state.items() if isinstance(value, ShardedModule)}
+        optimizers = {key: ShardedOptimizer.of(o) for key, o in state.items() if isinstance(o, Optimizer)}
+        sharded = {key: found for key, found in optimizers.items() if found is not None}
+        prefixes = prefixes_of(list(modules))
+        of_engine = {id(modules[key].engine): prefix for key, prefix in prefixes.items()}
+        own: dict[str, Any] = {
+            key: weights_to_save(module.engine, self.frozen(module)) for key, module in modules.items()
+        }
+        own |= {key: optimizer_fragments(found) for key, found in sharded.items()}
+        parts = self._parts(state, kept, own)
+        differing = self._of_ranks(parts, own)
+        weights, names = dict[str, Any](), []
+        for key in modules:
+            weights |= {prefixes[key] + name: value for name, value in parts.pop(key).items()}
+        for found in sharded.values():
+            prefix = of_engine.get(id(found.engine), "")
+            names.append(
+                [[prefix + name for name in group] for group in parameter_names(found.optimizer, found.engine)]
+            )
+        states = [parts.pop(key) for key in sharded]
+        here: dict[str, Any] = {"modules": prefixes, "rest": parts}
+        here["optimizers"] = {key: of_engine.get(id(found.engine), "") for key, found in sharded.items()}
+        here |= self._progress(state) | differing
+        content = {"state_dict": weights, "optimizer_states": states, "global_step": 0, "epoch": 0, FABRIC: here}
+        return {**content, **beside(self._prefixes(state))}, names
+
+    def _of_ranks(self, parts: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
+        """The items that differ between ranks, but for sharded ones; {} if there are none. Collective."""
+        found = values_of_ranks(self.world, {key: part for key, part in parts.items() if key not in own})
+        return {OF_RANKS: found} if found else {}
+
+    def _prefixes(self, state: Mapping[str, Any]) -> dict[str, Engine]:
+        """Engines by the prefix of their parameters' names in a checkpoint."""
+        modules = {key: value for key, value in state.items() if isinstance(value, ShardedModule)}
+        return {prefix: modules[key].engine for key, prefix in prefixes_of(list(modules)).items()}
+
+    def _progress(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Progress of training: keys of optimizers that have stepped, and the loss scale."""
+        found = {key: ShardedOptimizer.of(value) for key, value in state.items() if isinstance(value, Optimizer)}
+        return {
+            "stepped": [key for key, known in found.items() if known is not None and known.engine.stepped],
+            "loss_scale": self.loss_scale.state_dict(),
+        }
+
+    def frozen(self, module: ShardedModule) -> list[str]:
+        """Names of weights that are left out (``checkpoint.save_frozen: false``)."""
+        return frozen_names(module.engine, leave_out=not self.config.checkpoint.save_frozen)
+
+    def opened(self, path: str, weights_only: bool | None) -> tuple[tuple[Opened, bool], OpenedCopy]:
+        """The opened checkpoint, True if its contents are by keys of items, and this rank's copy of it."""
+        if is_directory(path):
+            use = partial(open_directory, weights_only=weights_only)
+            opened, copy = opened_source(path, use, self.world.rank == 0)
+            opened.saved = own_values(self.world, opened.saved, opened.of_ranks)
+            return (opened, True), copy
+        file = local_file(self.checkpoint_io, path)
+        checked_file(file, self.world)
+        with reading(file):
+            found = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        opened = opened_file(found)
+        opened.saved = own_values(self.world, opened.saved, opened.of_ranks)
+        return (opened, False), OpenedCopy(partial(of_content, found, file))
+
+    def restore(self, opened: Opened, objects: Mapping[Any, Any], saved: Mapping[Any, Any], strict: bool) -> None:
+        """Load parts of a checkpoint into objects. Collective."""
+        optimizers = {k: ShardedOptimizer.of(value) for k, value in objects.items() if isinstance(value, Optimizer)}
+        stepped_next = [sharded.engine for sharded in optimizers.values() if sharded is not None]
+        # checkpoint/native/load.py, Note [Order of a restore]
+        for key, value in objects.items():
+            if isinstance(value, nn.Module):
+                goes_on = isinstance(value, ShardedModule) and value.engine in stepped_next
+                weights = opened.trained.get(key, {}) if goes_on else {}
+                left_out = left_out_here(engine_of(value), list(opened.left_out.get(key, ())))
+                with self.world.agree(f"loading {type(value).__name__}", CheckpointError):
+                    state = {**saved[key], **weights}
+                    restore_weights(whole(value), engine_of(value), self.config, state, strict, left_out)
+                self._restore_buffers(value, opened, key)
+        for key, value in objects.items():
+            if (sharded := optimizers.get(key)) is not None:
+                states = saved[key].get("state") if isinstance(saved[key], Mapping) else None
+                stepped = bool(states) if opened.stepped is None else key in opened.stepped
+                self._restore_optimizer(opened, sharded, saved[key], stepped)
+            elif not isinstance(value, nn.Module):
+                value.load_state_dict(saved[key])
+
+    def _restore_optimizer(self, opened: Opened, sharded: ShardedOptimizer, saved: Any, stepped: bool) -> None:
+        opened.progress(stepped).restore(sharded.engine, self.loss_scale)
+        remedy = "leave the optimizer out of what fabric.load gets, to start with a new one."
+        whole = {"state": {}, **saved} if isinstance(saved, Mapping) else saved  # a filter may have left it out
+        number = self.session.number(sharded)
+        restore_optimizers(sharded.engine, {number: (sharded.optimizer, whole)}, remedy)
+
+    def _restore_buffers(self, value: Any, opened: Opened, key: str | None) -> None:
+        """Load this rank's buffers of a module, where ranks had different ones."""
+        if isinstance(value, ShardedModule) and key is not None and opened.rank_buffers is not None:
+            load_rank_buffers(value.engine, opened.rank_buffers, opened.prefixes.get(key, ""))
+
+
+def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's state with full tensors on rank 0, {} elsewhere. Collective."""
+    sharded = ShardedOptimizer.of(optimizer)
+    return full_optimizer_state(sharded) if sharded is not None else optimizer.state_dict()
+
+
+def whole(module: nn.Module) -> nn.Module:
+    """The user's module."""
+    return module.module if isinstance(module, ShardedModule) else module
+
+
+def _without_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """An optimizer's state, with parameters named as in their module."""
+    groups = [{**g, "params": [name.removeprefix(prefix) for name in g["params"]]} for g in state["param_groups"]]
+    return {**state, "param_groups": groups, "state": {n.removeprefix(prefix): v for n, v in state["state"].items()}}

@@ -1,0 +1,116 @@
+"""Files with checksums per block: files and streams hold the same, and no buffer is lost when a write fails."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from lt_zero.core.stores import checked_file
+from lt_zero.core.stores.checked_file import BlockReader, FileSink, Sink, StreamSink, WriterPool
+from lt_zero.core.stores.thread_pool import SwapError
+from tests.support.offload_tools import noise
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_stream_gets_the_bytes_and_checksums_of_a_file(
+    tmp_path: Path, copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checked_file, "STEP", 16384)
+    blocks = WriterPool(2)
+    sinks: list[Sink] = [FileSink(tmp_path / "file", blocks, 100_000, copies=copies)]
+    sinks.append(StreamSink((tmp_path / "stream").open("wb")))
+    records = []
+    for sink in sinks:
+        for seed, size in enumerate([5, 40_000, 16384, 0, 16384 - 5, 3 * 16384, 9]):
+            sink.write(noise(size, seed)[:size] if seed % 2 else bytes(noise(size, seed)[:size].tolist()))
+        records.append(sink.close())
+    blocks.close()
+    assert records[0] == records[1]
+    assert len(records[0].sums) == -(-records[0].nbytes // 16384)
+    assert (tmp_path / "file").read_bytes() == (tmp_path / "stream").read_bytes()
+    reader = BlockReader(str(tmp_path))
+    reader.files = {"file": records[0]}
+    reader.verify("file")
+    out = torch.empty(60_000, dtype=torch.uint8)
+    reader.read("file", 7, out)
+    reader.close()
+    assert bytes(out.tolist()) == (tmp_path / "file").read_bytes()[7 : 7 + 60_000]
+
+
+def test_a_wait_for_early_bytes_leaves_later_ones_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, gate = WriterPool(2), threading.Event()
+    sink, values = FileSink(tmp_path / "file", blocks), [noise(checked_file.STEP), noise(checked_file.STEP)]
+    work, found = sink._write_block, []
+
+    def write(number: int, block: torch.Tensor) -> None:
+        assert number == 0 or gate.wait(20)
+        work(number, block)
+
+    monkeypatch.setattr(sink, "_write_block", write)
+    for part in values:
+        found.append(sink.position)
+        sink.write(part)
+    sink.wait_written(found[1])
+    written = set(sink._sums)
+    gate.set()
+    sink.close()
+    blocks.close()
+    assert written == {0}
+
+
+def test_blocks_are_read_to_any_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also to a part of a tensor that begins between two words, as ranks that divide a tensor differently ask for."""
+    monkeypatch.setattr(checked_file, "STEP", 4096)
+    values, blocks = noise(10 * 4096 + 5), WriterPool()
+    sink = FileSink(tmp_path / "x", blocks)
+    sink.write(values)
+    reader = BlockReader(str(tmp_path))
+    reader.files = {"x": sink.close()}
+    blocks.close()
+    for place in (0, 3, 8):
+        for start, stop in ((0, 10 * 4096), (1, 9 * 4096), (4091, 10 * 4096 + 5), (4096, 9 * 4096)):
+            whole = torch.zeros(values.numel() + 16, dtype=torch.uint8)
+            reader.read("x", start, whole[place : place + stop - start])
+            assert torch.equal(whole[place : place + stop - start], values[start:stop]), (place, start, stop)
+            assert not whole[:place].any(), "nothing beside it"
+            assert not whole[place + stop - start :].any()
+    reader.close()
+
+
+def test_the_last_block_goes_back_if_it_cannot_be_written(tmp_path: Path) -> None:
+    """Another file of the same threads would wait for its buffer without end."""
+    blocks = WriterPool(1)
+    sink = FileSink(tmp_path / "file", blocks)
+    sink.write(b"some")
+    assert blocks.free.empty()
+    blocks.pool.close()
+    with pytest.raises(SwapError, match="closed"):
+        sink.close()
+    assert blocks.free.qsize() == 1
+
+
+def test_a_small_file_is_written_where_direct_requests_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems accept the flag all the same."""
+    real = os.pwritev
+
+    def write(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct requests")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", write)
+    blocks = WriterPool(1)
+    sink = FileSink(tmp_path / "file", blocks)
+    sink.write(b"some")
+    assert sink.close().nbytes == 4
+    blocks.close()
+    assert (tmp_path / "file").read_bytes() == b"some"
