@@ -14,7 +14,7 @@ FLOORS = (
     {"common", "conf", "core", "core/stores", "kernels"},
     {"core/comm", "offload"},
     {"core/engine"},
-    {"optim"},
+    {"optim", "features"},
     {"core/step", "exchange"},
     {"config"},
     {"parallel"},
@@ -24,12 +24,13 @@ FLOORS = (
     {"training"},
     {"training/lightning", "training/loop", "inference"},
     {
-        *("__init__", "attention", "cli", "deepspeed", "features", "features/ema", "ops", "ray", "sweep", "tools"),
+        *("__init__", "attention", "cli", "deepspeed", "features/ema", "ops", "ray", "sweep", "tools"),
         "utils",
     },
 )
 # Folders that are on the floor of another one, and import from it as it does from them.
 WITH = {
+    "core/feature": "features",
     "core/health": "core/comm",
     **{
         f"features/{name}": "exchange"
@@ -114,7 +115,7 @@ def visible(file: str) -> set[str]:
 def room(file: str) -> str:
     folders = file.split("/")[:-1]
     name = "/".join(folders[: 2 if folders and folders[0] in SPLIT else 1]) or file
-    return WITH.get(name, name)
+    return WITH.get(file) or WITH.get(name, name)
 
 
 def floor(file: str) -> int:

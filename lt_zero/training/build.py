@@ -65,9 +65,9 @@ from lt_zero.core.engine.weight_rounding import NEAREST, WeightRounding
 from lt_zero.core.stores.pinned import return_freed_memory
 from lt_zero.exchange.choose import configure_group, exchange_of, gathers_of
 from lt_zero.exchange.plan import plan_codecs, plan_exchange
+from lt_zero.features import features_of
 from lt_zero.features.activation_checkpointing.checkpointing import check_modules, install
 from lt_zero.features.sparse_attention.huggingface import install as install_sparse_attention
-from lt_zero.features.tiles.huggingface import install as install_tiles
 from lt_zero.kernels.library import missing
 from lt_zero.kernels.rounding import RoundStochastic
 from lt_zero.offload.host_store import is_apart
@@ -160,6 +160,7 @@ def _shard(
         # No wider values are kept beside the codes.
         policy = replace(policy, low_master=True)
     options = engine_options(config, policy)
+    features = features_of(config)
     groups = _groups_of(module, options, group, group_of)
     apart = [p for p in module.parameters() if groups.get(p, group).size < group.size]
     wide = {p for p, of in groups.items() if not set(of.ranks) <= set(group.ranks)}
@@ -173,9 +174,9 @@ def _shard(
         configure_group(each, group_options(config))
     # Parameters that are sharded already have guards, which would intercept each access.
     with ExitStack() as undo, without_torch_function():
-        if config.long_sequences.tiles:
-            # Before the plan, since what is computed in tiles is one unit.
-            undo.callback(install_tiles(module, config.long_sequences, group.world.rank).remove)
+        for feature in features:
+            if (prepared := feature.prepare(module, group, training)) is not None:
+                undo.callback(prepared.remove)
         _check_specs(module, specs)
         plan = plan_engine(module, options, group.mesh.shards, specs, groups, sizes, parts.gradient, wide)
         _compare_wide(plan, groups)
@@ -202,6 +203,9 @@ def _shard(
         install_sparse_attention(module, config, group.world.rank)
     engine = _build(module, device, plan, config, options, group, groups, training, saved, parts)
     engine.handles.append(_Undo(installed))
+    for feature in features if training else ():
+        if (watching := feature.watch(engine)) is not None:
+            engine.handles.append(watching)
     return engine
 
 

@@ -1,0 +1,102 @@
+"""The door: what a feature can do in a run.
+
+The core and the faces name no feature. They ask the features of a run at a few points, in the order of their table
+(``lt_zero.features``), which is the same on all ranks: process groups are made in one order everywhere. A feature that
+is off is not imported.
+
+A package of one's own adds a feature on all ranks, before the configuration is read:
+
+    class Noise(Feature):
+        def watch(self, engine): ...
+
+    register(Entry("noise", "my_package.noise:Noise", "my_noise", lambda config: config.of("my_noise").scale > 0))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.engine.engine import Engine
+
+
+class Handle(Protocol):
+    """Takes back what a feature has changed."""
+
+    def remove(self) -> None: ...
+
+
+class Feature:
+    """One feature of a run. All hooks are no-ops by default; a hook is collective if all ranks call it.
+
+    Args:
+        config: the configuration of the run, the same on all ranks.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def prepare(self, module: nn.Module, group: ShardGroup, training: bool) -> Handle | None:
+        """Change a module before its buckets are planned. Collective.
+
+        Args:
+            module: not sharded yet.
+            group: the ranks that have it.
+            training: as for ``lt_zero.shard``.
+
+        Returns:
+            What takes the change back, at an error or when the engine is detached.
+
+        Raises:
+            ConfigError: the feature does not fit the module, which is unchanged.
+        """
+        return None
+
+    def watch(self, engine: Engine) -> Handle | None:
+        """Follow a new engine that trains. Collective; returns what ends it, when the engine is detached."""
+        return None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the table of features.
+
+    Attributes:
+        name: of the feature, in texts.
+        place: where its class is, ``module:class``; imported if the feature is asked for.
+        key: of the configuration, by which it is asked for.
+        asked: returns whether a configuration asks for it.
+    """
+
+    name: str
+    place: str
+    key: str
+    asked: Callable[[Any], bool]
+
+
+_registered: list[Entry] = []
+
+
+def register(entry: Entry) -> None:
+    """Add a feature after all others. The same on all ranks, in one order.
+
+    Raises:
+        ValueError: its name is taken.
+    """
+    if any(known.name == entry.name for known in _registered):
+        raise ValueError(f"register({entry.name!r}): a feature of this name exists: rename one.")
+    _registered.append(entry)
+
+
+def unregister(name: str) -> None:
+    """Forget the feature of that name; runs that have it keep it."""
+    _registered[:] = [known for known in _registered if known.name != name]
+
+
+def registered() -> tuple[Entry, ...]:
+    """The features that packages have added, in their order."""
+    return tuple(_registered)
