@@ -420,7 +420,7 @@ class _Sums:
         return [*total, (self.memory, OFFLOAD, sum(files[-IN_FLIGHT:]) + sum(written)), *self.stepping(early)]
 
     def stepping(self, trained: Sequence[StoragePlan]) -> list[Part]:
-        """Buckets in memory for a step: read from files, or fp32 copies (step/, Note [Staged buckets])."""
+        """Buckets in memory for a step: read from files, or fp32 copies (core/step/, Note [Staged buckets])."""
         optim, sizes = self.zero.offload_optimizer, list[int]()
         for row in trained:
             if row.states == NVME:  # what is read, and the weights that are written to another file
