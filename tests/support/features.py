@@ -20,7 +20,7 @@ def there(name: str) -> bool:
 def needs(*names: str) -> pytest.MarkDecorator:
     """A mark that skips a test if one of these features or tools is missing.
 
-    It marks a function, a class, a file (``pytestmark = needs("ema")``), or a row: ``pytest.param(..., marks=needs("ema"))``.
+    It marks a function, a class, a file (``pytestmark = needs("ema")``), or a row (``marks=needs("ema")``).
     """
     missing = [name for name in names if not there(name)]
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
