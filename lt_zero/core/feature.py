@@ -1,4 +1,4 @@
-"""The door: what a feature can do in a run.
+"""The door: what a feature can do in a run. How the features are asked: ask.py.
 
 The core and the faces name no feature. They ask the features of a run at a few points, in the order of their table
 (``lt_zero.features``), which is the same on all ranks: process groups are made in one order everywhere. A feature that
@@ -16,12 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
 from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.engine.bucket import GatherStrategy
 from lt_zero.core.engine.engine import Engine
+from lt_zero.core.engine.exchange_plan import ExchangePlan
+from lt_zero.core.engine.options import EngineOptions
+from lt_zero.core.engine.partition import BucketPlan, EnginePlan, GroupFacts
+from lt_zero.core.engine.storage_plan import Codecs, StoragePlan
 
 
 class Handle(Protocol):
@@ -35,10 +40,50 @@ class Feature:
 
     Args:
         config: the configuration of the run, the same on all ranks.
+
+    Attributes:
+        needs_one_model: the key of a feature for which all ranks need the same parameters; "": they may differ.
     """
+
+    needs_one_model: ClassVar[str] = ""
 
     def __init__(self, config: Any) -> None:
         self.config = config
+
+    # ---- plans: forecasts ask for them, too, without processes -----------------------------------------------------
+
+    def options(self, options: EngineOptions, training: bool) -> EngineOptions:
+        """Return the options of an engine, changed. ``training``: as for ``lt_zero.shard``."""
+        return options
+
+    def codecs(self, bucket: BucketPlan, group: GroupFacts, training: bool) -> Codecs | None:
+        """Choose the codecs in which weights of a bucket rest and are gathered; None: leave it to other features.
+
+        Args:
+            bucket: the plan of it.
+            group: the ranks over which it is sharded.
+            training: trainable weights have master weights.
+        """
+        return None
+
+    def exchange(self, plan: EnginePlan, skips_steps: bool, group: GroupFacts) -> ExchangePlan | None:
+        """Plan the exchange of gradients; None: leave it to other features.
+
+        Args:
+            plan: of the buckets.
+            skips_steps: steps may be skipped.
+            group: the ranks with the same model.
+        """
+        return None
+
+    # ---- a run -----------------------------------------------------------------------------------------------------
+
+    def join(self, group: ShardGroup) -> None:
+        """Connect the ranks of a group that was configured. Collective; called for each group, in one order.
+
+        Raises:
+            ConfigError: they cannot be connected so.
+        """
 
     def prepare(self, module: nn.Module, group: ShardGroup, training: bool) -> Handle | None:
         """Change a module before its buckets are planned. Collective.
@@ -54,6 +99,23 @@ class Feature:
         Raises:
             ConfigError: the feature does not fit the module, which is unchanged.
         """
+        return None
+
+    def check(self, plan: EnginePlan, options: EngineOptions, group: ShardGroup, training: bool) -> None:
+        """Check a plan of buckets before the parameters are moved into them, and log what it leads to.
+
+        Args:
+            plan: of the module's buckets.
+            options: of the engine.
+            group: the ranks with the same model.
+            training: as for ``lt_zero.shard``.
+
+        Raises:
+            ConfigError: the feature does not fit it.
+        """
+
+    def gathers(self, row: StoragePlan, group: ShardGroup) -> GatherStrategy | None:
+        """Make the strategy by which the weights of one bucket of ``group`` are gathered; None: leave it to others."""
         return None
 
     def watch(self, engine: Engine) -> Handle | None:

@@ -22,6 +22,7 @@ from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face, check_same, tell_without_effect
 from lt_zero.config.options import communication_options, group_options
+from lt_zero.core.ask import configure_group
 from lt_zero.core.comm.ranks import NewLog
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
@@ -34,7 +35,7 @@ from lt_zero.core.step.param_groups import compare_optimizers, compare_options
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.core.step.skipped_steps import hold_schedule
 from lt_zero.core.step.supported_optimizers import states_per_element
-from lt_zero.exchange.choose import configure_group
+from lt_zero.features import features_of
 from lt_zero.parallel.batches import check_same_batch
 from lt_zero.parallel.mesh import DeviceMesh, ParallelMesh, mesh_of
 from lt_zero.parallel.pipeline import position
@@ -173,7 +174,7 @@ class Session:
             group = ShardGroup.of_all(world)
             check_same(config, world.host_gather)
             tell_without_effect(config, self.face, world.rank)
-            configure_group(group, group_options(config))
+            configure_group(group, group_options(config), features_of(config))
             self.mesh, self.known = mesh_of(config, world), group
             if self.mesh is not None:
                 self.mesh.share_generators()
