@@ -15,6 +15,18 @@ _TABLE = (
         key="long_sequences",
         asked=lambda config: config.long_sequences.tiles,
     ),
+    Entry(
+        name="sparse attention",
+        place="lt_zero.features.sparse_attention.feature:SparseAttention",
+        key="sparse_attention",
+        asked=lambda config: config.sparse_attention is not None,
+    ),
+    Entry(
+        name="activation checkpointing",
+        place="lt_zero.features.activation_checkpointing.feature:ActivationCheckpoints",
+        key="activation_checkpointing.mode",
+        asked=lambda config: config.activation_checkpointing.mode != "none",
+    ),
 )
 
 
@@ -25,6 +37,29 @@ def features_of(config: Any) -> list[Feature]:
         ConfigError: one is not installed; names its key.
     """
     return [_load(entry)(config) for entry in (*_TABLE, *registered()) if entry.asked(config)]
+
+
+def require(key: str) -> None:
+    """Check that the feature of a key can be used; for what imports a part of it in a function.
+
+    Args:
+        key: of a row of the table.
+
+    Raises:
+        ConfigError: it is not installed; names the key.
+    """
+    for entry in _TABLE:
+        if entry.key == key:
+            _load(entry)
+
+
+def is_installed(key: str) -> bool:
+    """True if the feature of a key can be used: see ``require``."""
+    try:
+        require(key)
+    except ConfigError:
+        return False
+    return True
 
 
 def _load(entry: Entry) -> type[Feature]:
