@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -121,8 +122,16 @@ _MODULES = {
     "tiled": "features.tiles.tokens",
     "tiled_cross_entropy": "features.tiles.loss",
 }
+
+
+def _is_there(module: str) -> bool:
+    """False for a module of a feature that is not installed."""
+    return not module.startswith("features.") or os.path.isfile(f"{_FOLDER}/{module.replace('.', '/')}.py")
+
+
+_FOLDER = os.path.dirname(__file__)
 _SUBMODULES = ("attention", "utils", "zero")  # ``lt_zero.zero.Init`` as DeepSpeed's scripts write it
-__all__ = list(_MODULES)
+__all__ = [name for name, module in _MODULES.items() if _is_there(module)]
 
 
 def __getattr__(name: str) -> Any:
@@ -130,7 +139,14 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    path = f"{__name__}.{_MODULES[name]}"
+    try:
+        value = getattr(importlib.import_module(path), name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+            raise  # the feature is there, and lacks a library
+        text = f"{__name__}.{name} is not installed: there is no module {error.name}. Install {__name__} with it."
+        raise ImportError(text, name=error.name) from error
     globals()[name] = value
     return value
 

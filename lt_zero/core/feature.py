@@ -15,6 +15,7 @@ A package of one's own adds a feature on all ranks, before the configuration is 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -35,6 +36,20 @@ class Handle(Protocol):
     def remove(self) -> None: ...
 
 
+class Undo:
+    """Changes, which ``remove`` takes back, the last one first. Idempotent."""
+
+    def __init__(self, stack: ExitStack | None = None) -> None:
+        self._stack = stack or ExitStack()
+
+    def also(self, take_back: Callable[[], object]) -> None:
+        """Call this, too, before those that are there."""
+        self._stack.callback(take_back)
+
+    def remove(self) -> None:
+        self._stack.close()
+
+
 class Feature:
     """One feature of a run. All hooks are no-ops by default; a hook is collective if all ranks call it.
 
@@ -43,9 +58,15 @@ class Feature:
 
     Attributes:
         needs_one_model: the key of a feature for which all ranks need the same parameters; "": they may differ.
+        ends_with_fit: the Trainer ends what ``watch`` has begun with each fit, and calls it again for the next one.
+        stays: a module keeps what ``prepare`` has changed when its engine is detached.
+        summary: a line for the user about what it does to this model; ``watch`` sets it.
     """
 
     needs_one_model: ClassVar[str] = ""
+    ends_with_fit: ClassVar[bool] = False
+    stays: ClassVar[bool] = False
+    summary = ""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -119,8 +140,53 @@ class Feature:
         return None
 
     def watch(self, engine: Engine) -> Handle | None:
-        """Follow a new engine that trains. Collective; returns what ends it, when the engine is detached."""
+        """Follow an engine that begins to train. Collective; returns what ends it, when the engine is detached."""
         return None
+
+
+class Follower:
+    """A feature beside an engine, which has this in its ``handles``.
+
+    Attributes:
+        handle: what ``feature.watch`` has returned; None: nothing, or it does not follow the engine.
+    """
+
+    def __init__(self, feature: Feature) -> None:
+        self.feature = feature
+        self.handle: Handle | None = None
+        self._follows = False
+
+    def begin(self, engine: Engine) -> bool:
+        """Let the feature follow the engine; returns whether it did not already. Collective."""
+        if self._follows:
+            return False
+        self.handle = self.feature.watch(engine)
+        self._follows = True
+        return True
+
+    def remove(self) -> None:
+        """End it. Idempotent."""
+        if self.handle is not None:
+            self.handle.remove()
+        self.handle = None
+        self._follows = False
+
+
+def followers(engine: Engine) -> list[Follower]:
+    """The features beside an engine, in the order of their table."""
+    return [handle for handle in engine.handles if isinstance(handle, Follower)]
+
+
+def follow(engine: Engine) -> list[Feature]:
+    """Let the features beside an engine follow it; returns those that did not already. Collective."""
+    return [follower.feature for follower in followers(engine) if follower.begin(engine)]
+
+
+def end_fit(engine: Engine) -> None:
+    """End what features do for one fit only; the engine stays attached."""
+    for follower in followers(engine):
+        if follower.feature.ends_with_fit:
+            follower.remove()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""``deepspeed.ops``: optimizers, builders of kernels, and patterns of sparse attention, as DeepSpeed names them.
+"""``deepspeed.ops``: optimizers and builders of kernels, as DeepSpeed names them.
 
 Optimizers are those of torch or lt_zero, the same as ``optimizer.type`` in a configuration makes: stepped by the native
-kernels, with states where the configuration says. Patterns are those of ``lt_zero.attention``, for any number of heads.
+kernels, with states where the configuration says. Patterns of sparse attention are in sparse_attention.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from typing import Any, NoReturn
 from torch.optim import Adagrad, Adam, AdamW, Optimizer
 
 from lt_zero import optim
-from lt_zero.features import sparse_attention as attention
-from lt_zero.features.sparse_attention import Pattern
 from lt_zero.optim.from_config import build_optimizer
 from lt_zero.optim.lamb import Lamb
 from lt_zero.optim.lion import Lion
@@ -187,36 +185,3 @@ class _Compatible(dict[str, bool]):
 
 
 compatible_ops = _Compatible({builder.NAME: True for builder in _Builder.__subclasses__()})
-
-
-# ---- patterns of sparse attention ------------------------------------------------------------------------------------
-
-
-def FixedSparsityConfig(num_heads: int, block: int = 16, **settings: Any) -> Pattern:  # noqa: N802
-    """``lt_zero.attention.Fixed``."""
-    return attention.Fixed(block=block, **settings)
-
-
-def DenseSparsityConfig(num_heads: int, block: int = 16, **settings: Any) -> Pattern:  # noqa: N802
-    """``lt_zero.attention.Dense``."""
-    return attention.Dense(block=block, **settings)
-
-
-def VariableSparsityConfig(num_heads: int, block: int = 16, **settings: Any) -> Pattern:  # noqa: N802
-    """``lt_zero.attention.Variable``."""
-    return attention.Variable(block=block, **settings)
-
-
-def BigBirdSparsityConfig(num_heads: int, block: int = 16, **settings: Any) -> Pattern:  # noqa: N802
-    """``lt_zero.attention.BigBird``."""
-    return attention.BigBird(block=block, **settings)
-
-
-def BSLongformerSparsityConfig(num_heads: int, block: int = 16, **settings: Any) -> Pattern:  # noqa: N802
-    """``lt_zero.attention.BSLongformer``."""
-    return attention.BSLongformer(block=block, **settings)
-
-
-def LocalSlidingWindowSparsityConfig(num_heads: int, block: int = 16, **settings: Any) -> Pattern:  # noqa: N802
-    """``lt_zero.attention.LocalSlidingWindow``."""
-    return attention.LocalSlidingWindow(block=block, **settings)

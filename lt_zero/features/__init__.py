@@ -5,6 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
+from lt_zero.common.errors import ConfigError
 from lt_zero.common.places import load
 from lt_zero.core.feature import Entry, Feature, registered
 
@@ -56,6 +57,18 @@ _TABLE = (
         key="gradient_compression.algorithm",
         asked=lambda config: config.gradient_compression.algorithm != "none",
     ),
+    Entry(
+        name="sparse attention",
+        place="lt_zero.features.sparse_attention.feature:SparseAttention",
+        key="sparse_attention",
+        asked=lambda config: config.sparse_attention is not None,
+    ),
+    Entry(
+        name="activation checkpointing",
+        place="lt_zero.features.activation_checkpointing.feature:ActivationCheckpoints",
+        key="activation_checkpointing.mode",
+        asked=lambda config: config.activation_checkpointing.mode != "none",
+    ),
 )
 
 
@@ -72,3 +85,26 @@ def features_of(config: Any) -> list[Feature]:
         if entry.place not in found and entry.asked(config):
             found[entry.place] = load(entry.place, entry.key, entry.name)(config)
     return list(found.values())
+
+
+def require(key: str) -> None:
+    """Check that the feature of a key can be used; for what imports a part of it in a function.
+
+    Args:
+        key: of a row of the table.
+
+    Raises:
+        ConfigError: it is not installed; names the key.
+    """
+    for entry in _TABLE:
+        if entry.key == key:
+            load(entry.place, entry.key, entry.name)
+
+
+def is_installed(key: str) -> bool:
+    """True if the feature of a key can be used: see ``require``."""
+    try:
+        require(key)
+    except ConfigError:
+        return False
+    return True

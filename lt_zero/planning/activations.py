@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -33,10 +34,7 @@ from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.find_units import find_repeated
 from lt_zero.core.engine.fp32_modules import Fp32Modules, install_fp32_modules
 from lt_zero.core.engine.partition import fp32_modules_of
-from lt_zero.features.activation_checkpointing.budget import plan_budget
-from lt_zero.features.activation_checkpointing.checkpointing import Checkpointing, open_meter
-from lt_zero.features.tiles.huggingface import install as install_tiles
-from lt_zero.features.tiles.tokens import TokenTiles
+from lt_zero.features import is_installed, require
 
 Step = Callable[[Any, Any], Tensor]  # of a model and a batch; the loss
 
@@ -94,25 +92,12 @@ def estimate_activations(
     with without_values(), torch.enable_grad(), ExitStack() as stack:
         copied = _copy(model, policy, fp32_modules_of(model, policy), stack)
         values = map_tensors(batch, _empty_like)
-        block, ledger = config.activation_checkpointing, Ledger()
-        if config.long_sequences.tiles:
-            stack.callback(install_tiles(copied, config.long_sequences, rank=-1).remove)
-        for module in copied.modules():
-            if isinstance(module, TokenTiles):
-                module.checked = True  # the check compares values
+        ledger = Ledger()
+        _tile(copied, config, stack)
         if policy.autocast and policy.compute is not None:
             stack.enter_context(torch.autocast("cpu", policy.compute, cache_enabled=False))
-        if block.mode != "none":
-            aside = _Aside() if block.cpu_checkpointing or block.nvme_path is not None else None
-            meter = open_meter(copied, block, torch.device("cpu"))
-            recomputed = Checkpointing(copied, block, aside, warns=False, meter=meter)
-            stack.callback(recomputed.remove)
-            if meter is not None and block.memory_budget is not None:
-                (step or default_step)(copied, values).backward()
-                # Without times, bytes stand for them.
-                costs = [replace(cost, nanoseconds=cost.inner) for cost in meter.costs()]
-                recomputed.follow(plan_budget(costs, block.memory_budget, aside is not None).recomputed)
-                copied.zero_grad()
+        if config.activation_checkpointing.mode != "none":
+            _recompute(copied, config, partial(step or default_step, copied, values), stack)
         ledger.leave_out(chain(copied.parameters(), copied.buffers(), iter_tensors(values)))
         _watch(copied, ledger)
         stack.enter_context(ledger)
@@ -185,6 +170,55 @@ class _Aside:
 
         with saved_tensors_hooks(lambda tensor: tensor.to(_ASIDE), bring):
             yield
+
+
+# ---- features ------------------------------------------------------------------------------------------------------
+
+
+def _tile(model: nn.Module, config: ZeroConfig, stack: ExitStack) -> None:
+    """Compute in tiles what the configuration says, until ``stack`` is closed. What is in tiles already is not checked.
+
+    Raises:
+        ConfigError: the model does not fit, or tiles are not installed.
+    """
+    if config.long_sequences.tiles:
+        require("long_sequences")
+    elif not is_installed("long_sequences"):
+        return
+    from lt_zero.features.tiles.huggingface import install
+    from lt_zero.features.tiles.tokens import TokenTiles
+
+    if config.long_sequences.tiles:
+        stack.callback(install(model, config.long_sequences, rank=-1).remove)
+    for module in model.modules():
+        if isinstance(module, TokenTiles):
+            module.checked = True  # the check compares values
+
+
+def _recompute(model: nn.Module, config: ZeroConfig, run: Callable[[], Tensor], stack: ExitStack) -> None:
+    """Recompute modules as the configuration says, until ``stack`` is closed.
+
+    Args:
+        run: returns the loss of ``model``. Called if a memory budget chooses which modules are recomputed.
+
+    Raises:
+        ConfigError: there is nothing to recompute, or activation checkpointing is not installed.
+    """
+    require("activation_checkpointing.mode")
+    from lt_zero.features.activation_checkpointing.budget import plan_budget
+    from lt_zero.features.activation_checkpointing.checkpointing import Checkpointing, open_meter
+
+    block = config.activation_checkpointing
+    aside = _Aside() if block.cpu_checkpointing or block.nvme_path is not None else None
+    meter = open_meter(model, block, torch.device("cpu"))
+    recomputed = Checkpointing(model, block, aside, warns=False, meter=meter)
+    stack.callback(recomputed.remove)
+    if meter is not None and block.memory_budget is not None:
+        run().backward()
+        # Without times, bytes stand for them.
+        costs = [replace(cost, nanoseconds=cost.inner) for cost in meter.costs()]
+        recomputed.follow(plan_budget(costs, block.memory_budget, aside is not None).recomputed)
+        model.zero_grad()
 
 
 # ---- the model -----------------------------------------------------------------------------------------------------

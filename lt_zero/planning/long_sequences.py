@@ -19,8 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lt_zero.common.tables import bytes_cell, show
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import resolve_mode
-from lt_zero.features.tiles.head import LossHead, loss_head
-from lt_zero.features.tiles.tokens import tiled
+from lt_zero.features import is_installed, require
 from lt_zero.planning.activations import ActivationForecast, estimate_activations
 from lt_zero.planning.transformer import Transformer
 
@@ -45,6 +44,13 @@ class Remedies(NamedTuple):
     tiled_loss: bool = False
     tiled_mlp: bool = False
     aside: bool = False
+
+    @property
+    def installed(self) -> bool:
+        """True if the features that they need are installed."""
+        keys = ["activation_checkpointing.mode"] * self.recompute
+        keys += ["long_sequences"] * (self.tiled_loss or self.tiled_mlp)
+        return all(map(is_installed, keys))
 
     def of(self, config: ZeroConfig) -> ZeroConfig:
         """``config`` with these."""
@@ -209,6 +215,16 @@ class _Decoder(nn.Module):
         self.blocks = nn.ModuleList(_DecoderBlock(shape, part) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.hidden, bias=False)
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False) if shape.vocabulary else None
+        self._tiled_loss = remedies.tiled_loss
+        if remedies.tiled_mlp or remedies.tiled_loss:
+            self._tile(remedies)
+
+    def _tile(self, remedies: Remedies) -> None:
+        """Compute in tiles what the remedies say; raises ConfigError if tiles are not installed."""
+        require("long_sequences")
+        from lt_zero.features.tiles.head import loss_head
+        from lt_zero.features.tiles.tokens import tiled
+
         if remedies.tiled_mlp:
             for module in self.blocks.modules():
                 if isinstance(module, _MLP):
@@ -224,7 +240,7 @@ class _Decoder(nn.Module):
         x = self.norm(x)
         if self.head is None:
             return x.sum()
-        if isinstance(self.head, LossHead):
+        if self._tiled_loss:
             loss: Tensor = self.head(x, labels=ids)
             return loss
         return F.cross_entropy(self.head(x).flatten(0, 1).float(), ids.flatten())
@@ -252,10 +268,11 @@ class ActivationCounter:
     @property
     def ladder(self) -> tuple[Remedies, ...]:
         """The remedies that may be switched on; attention of a module is what it is."""
-        if isinstance(self.model, Transformer):
-            return LADDER
-        recomputed = Remedies("+ blocks recomputed", recompute=True)
-        return Remedies("as it is"), recomputed, recomputed._replace(name="+ their inputs {aside}", aside=True)
+        ladder: tuple[Remedies, ...] = LADDER
+        if not isinstance(self.model, Transformer):
+            recomputed = Remedies("+ blocks recomputed", recompute=True)
+            ladder = Remedies("as it is"), recomputed, recomputed._replace(name="+ their inputs {aside}", aside=True)
+        return tuple(remedies for remedies in ladder if remedies.installed)
 
     @property
     def mode(self) -> str:

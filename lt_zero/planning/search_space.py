@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks import PipelineParallel, ZeroOptimization
+from lt_zero.config.blocks import ActivationCheckpointing, PipelineParallel, ZeroOptimization
 from lt_zero.config.document import MISSING, Document, leaves
 from lt_zero.config.load import examine, plain, resolved
 from lt_zero.config.options import engine_options
@@ -19,8 +21,7 @@ from lt_zero.core.ask import adapted
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.partition import EnginePlan, plan_engine
 from lt_zero.core.engine.storage_plan import DEVICE, HOST
-from lt_zero.features import features_of
-from lt_zero.features.activation_checkpointing.checkpointing import find_modules
+from lt_zero.features import features_of, require
 from lt_zero.parallel.pipeline.layers import pipelines_in
 from lt_zero.parallel.pipeline.schedules import in_flight
 from lt_zero.planning.check import setup_of
@@ -202,11 +203,19 @@ def unrepeated(engine: Engine, config: ZeroConfig) -> str:
     mode, problem = config.activation_checkpointing.mode, ""
     block = config.activation_checkpointing.model_copy(update={"mode": "full" if mode == "none" else mode})
     try:
-        find_modules(engine.root, block)
+        _find_modules(engine.root, block)
     except ConfigError as error:
         problem = str(error)
     told = engine.peers.ask_all(problem, "recomputation")
     return "" if "" in told else told[0]  # a stage without blocks has nothing to recompute
+
+
+def _find_modules(root: nn.Module, block: ActivationCheckpointing) -> None:
+    """Raise ConfigError if there are no modules to checkpoint, or activation checkpointing is not installed."""
+    require("activation_checkpointing.mode")
+    from lt_zero.features.activation_checkpointing.checkpointing import find_modules
+
+    find_modules(root, block)
 
 
 def layers_of(engine: Engine) -> int:

@@ -60,11 +60,9 @@ from lt_zero.core.engine.parts import Parts, Unjoined
 from lt_zero.core.engine.same_on_ranks import Snapshot, compare, compare_models
 from lt_zero.core.engine.storage_plan import plan_storage
 from lt_zero.core.engine.weight_rounding import NEAREST, WeightRounding
-from lt_zero.core.feature import Feature
+from lt_zero.core.feature import Feature, Follower, Undo, follow
 from lt_zero.core.stores.pinned import return_freed_memory
 from lt_zero.features import features_of
-from lt_zero.features.activation_checkpointing.checkpointing import check_modules, install
-from lt_zero.features.sparse_attention.huggingface import install as install_sparse_attention
 from lt_zero.kernels.library import missing
 from lt_zero.kernels.rounding import RoundStochastic
 from lt_zero.offload.host_store import is_apart
@@ -167,10 +165,10 @@ def _shard(
     for each in distinct:
         ask.configure_group(each, group_options(config), features)
     # Parameters that are sharded already have guards, which would intercept each access.
-    with ExitStack() as undo, without_torch_function():
+    with ExitStack() as undo, ExitStack() as undo_at_error, without_torch_function():
         for feature in features:
             if (prepared := feature.prepare(module, group, training)) is not None:
-                undo.callback(prepared.remove)
+                (undo_at_error if feature.stays else undo).callback(prepared.remove)
         _check_specs(module, specs)
         plan = plan_engine(module, options, group.mesh.shards, specs, groups, sizes, parts.gradient, wide)
         _compare_wide(plan, groups)
@@ -179,9 +177,6 @@ def _shard(
         _refuse_coded_modules(module)
         for feature in features:
             feature.check(plan, options, group, training)
-        if training:
-            # Check now, to raise before the module is changed.
-            check_modules(module, config.activation_checkpointing, group)
         if group.world.rank == 0:
             warn_of_padding(plan, options, group.mesh.shards)
             if training and options.moments is not None:
@@ -192,13 +187,12 @@ def _shard(
         if not config.compile.disable:
             undo.callback(compile_blocks(module, config.compile.backend, config.compile.kwargs, group).remove)
         installed = undo.pop_all()
-    if config.sparse_attention is not None:
-        install_sparse_attention(module, config, group.world.rank)
+        undo_at_error.pop_all()
     engine = _build(module, device, plan, config, features, options, group, groups, training, saved, parts)
-    engine.handles.append(_Undo(installed))
-    for feature in features if training else ():
-        if (watching := feature.watch(engine)) is not None:
-            engine.handles.append(watching)
+    engine.handles.append(Undo(installed))
+    engine.handles.extend(map(Follower, features))
+    if training:
+        follow(engine)
     return engine
 
 
@@ -213,13 +207,6 @@ def _tell_cost(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, group:
             log.info(text)
     except Exception:  # it only informs, and the other ranks would wait for this one
         log.debug("The cost of shards could not be estimated.", exc_info=True)
-
-
-class _Undo:
-    """A handle of an engine that restores what an ExitStack knows."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self.remove = stack.close
 
 
 def _build(
@@ -286,8 +273,6 @@ def _build(
         engine.handles.append(AutocastOutsideOfSteps(having, policy.compute, device.type))
     engine_ref.append(weakref.ref(engine))
     install_load_hooks(engine)
-    if training:
-        install(engine, config)
     return engine
 
 

@@ -48,6 +48,7 @@ from lt_zero.core.engine.find_units import (
     repeated_classes,
 )
 from lt_zero.core.engine.partition import refuse_name
+from lt_zero.core.feature import followers
 from lt_zero.core.stores.pinned import host_buffer
 from lt_zero.core.stores.thread_pool import IoOptions, SwapError
 from lt_zero.features.activation_checkpointing import selective
@@ -394,24 +395,21 @@ def open_store(
 # ---- for an engine -------------------------------------------------------------------------------------------------
 
 
-def install(engine: Engine, config: Schema) -> Checkpointing | None:
-    """Checkpoint the modules that the configuration selects, until the engine is detached. Collective.
+def install(engine: Engine, config: Schema) -> Checkpointing | Attendance | None:
+    """Checkpoint the modules that the configuration selects. Collective.
 
-    Idempotent. Returns None if nothing is configured.
+    Returns:
+        What ends it, which is not of the kind ``Checkpointing`` where this rank has nothing to checkpoint; None: there
+        is nothing to end.
 
     Raises:
         ConfigError: there is nothing to checkpoint.
         SwapError: a rank cannot create files in ``nvme_path``.
     """
     world = engine.world
-    known = installed(engine)
-    block = config.activation_checkpointing
-    if known is not None or block.mode == "none":
-        return known
-    block = of_all_ranks(engine.root, block, engine.groups[0])
+    block = of_all_ranks(engine.root, config.activation_checkpointing, engine.groups[0])
     if block.mode == "none" or not engine.buckets:  # without parameters nothing trains
-        _attend(engine, block)
-        return None
+        return _attend(engine, block)
     count, device = len(find_modules(engine.root, block).chosen), engine.buckets[0].flat.device
     ranks = engine.parts.ranks
     assert ranks is None or isinstance(ranks, PartRanks)
@@ -452,7 +450,6 @@ def install(engine: Engine, config: Schema) -> Checkpointing | None:
         made.where = (made.where or ", inputs on the device") + parts
     if block.memory_budget is not None:
         made.where += f", as few as memory_budget={block.memory_budget:g} allows from the third step on"
-    engine.handles.append(made)
     return made
 
 
@@ -489,7 +486,7 @@ def _trial(
 
 
 @dataclass(frozen=True)
-class _Attendance:
+class Attendance:
     """Takes part in the choice of other ranks, until ``remove``; this rank has nothing to checkpoint."""
 
     listeners: list[Callable[[], None]]
@@ -500,13 +497,13 @@ class _Attendance:
             self.listeners.remove(self.trial.end_step)
 
 
-def _attend(engine: Engine, block: ActivationCheckpointing) -> None:
-    """Let this rank, which has nothing to checkpoint, answer the ranks that choose for a memory budget. Idempotent."""
-    if block.memory_budget is None or any(isinstance(handle, _Attendance) for handle in engine.handles):
-        return
+def _attend(engine: Engine, block: ActivationCheckpointing) -> Attendance | None:
+    """Let this rank, which has nothing to checkpoint, answer the ranks that choose for a memory budget, if any do."""
+    if block.memory_budget is None:
+        return None
     trial = _trial(engine, block.memory_budget, Meter({}, engine.world.device, False), (), False, lambda plan: None)
     engine.after_step.append(trial.end_step)
-    engine.handles.append(_Attendance(engine.after_step, trial))
+    return Attendance(engine.after_step, trial)
 
 
 def _choose(checkpointing: Checkpointing, shows: bool, plan: BudgetPlan | None) -> None:
@@ -524,11 +521,5 @@ def _choose(checkpointing: Checkpointing, shows: bool, plan: BudgetPlan | None) 
 
 def installed(engine: Engine) -> Checkpointing | None:
     """The installed activation checkpointing, or None."""
-    return next((handle for handle in engine.handles if isinstance(handle, Checkpointing)), None)
-
-
-def uninstall(engine: Engine) -> None:
-    """Restore the modules' original forward; the engine stays attached."""
-    for handle in [each for each in engine.handles if isinstance(each, (Checkpointing, _Attendance))]:
-        handle.remove()
-        engine.handles.remove(handle)
+    handles = (follower.handle for follower in followers(engine))
+    return next((handle for handle in handles if isinstance(handle, Checkpointing)), None)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.blocks import Schema
+from lt_zero.core.feature import Undo
 from lt_zero.features.sparse_attention.patterns import Pattern, pattern_from, pattern_of, settings_of
 from lt_zero.features.sparse_attention.sparse import SparseSelfAttention, sparse_attention
 
@@ -42,32 +43,59 @@ def register() -> None:
         interface.register(NAME, function)
 
 
-def install(module: nn.Module, config: Schema, rank: int) -> None:
+def install(module: nn.Module, config: Schema, rank: int) -> Undo:
     """Let a model's attention be that of the configuration's ``sparse_attention`` block, and log which.
 
     That of models of transformers, and of each ``SparseSelfAttention`` without a pattern of its own.
 
     Raises:
-        ConfigError: there is neither, or transformers cannot switch the model's attention.
+        ConfigError: there is neither, or transformers cannot switch the model's attention. Nothing is changed then.
     """
+    installed = Undo()
     pattern = pattern_of(config)
     if pattern is None:
-        return
+        return installed
     modules = [m for m in module.modules() if isinstance(m, SparseSelfAttention)]
-    for own in modules:
-        own.configure(pattern)
     base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
     outermost = _outermost(module, base) if base is not None else []
-    for model in outermost:
-        switch(model, pattern)
     if not modules and not outermost:
         text = (
             f"sparse_attention: {type(module).__name__} has no lt_zero.attention.SparseSelfAttention and no model of "
         )
         raise ConfigError.about(BLOCK, f"{text}transformers. Use the module in it, or remove the block.")
+    try:
+        for own in modules:
+            installed.also(own.configure(pattern))
+        for model in outermost:
+            installed.also(_restoring(model))
+            switch(model, pattern)
+    except BaseException:
+        installed.remove()
+        raise
     if rank == 0:
         names = [*dict.fromkeys(type(m).__name__ for m in outermost), *(["SparseSelfAttention"] if modules else [])]
         log.info("sparse_attention: %s computes %s.", ", ".join(names), pattern)
+    return installed
+
+
+def _restoring(model: Any) -> Callable[[], None]:
+    """Returns what gives the configurations of a model and of its parts the values that they have now."""
+    todo = [m.config for m in model.modules() if hasattr(m, "config")]
+    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    seen = set[int]()
+    while todo:
+        config = todo.pop()
+        if config is not None and id(config) not in seen:
+            seen.add(id(config))
+            found.append((vars(config), dict(vars(config))))
+            todo += [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+
+    def restore() -> None:
+        for values, before in found:
+            values.clear()
+            values.update(before)
+
+    return restore
 
 
 def _outermost(module: nn.Module, kind: type[nn.Module]) -> list[Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -278,10 +279,22 @@ class SparseSelfAttention(nn.Module):
         self._told = False
         self._configured: Pattern | None = None
 
-    def configure(self, pattern: Pattern) -> None:
-        """Take the pattern of a configuration, also after that of another one, unless the module has its own."""
-        if self.pattern is None or self.pattern is self._configured:
+    def configure(self, pattern: Pattern) -> Callable[[], None]:
+        """Take the pattern of a configuration, also after that of another one, unless the module has its own.
+
+        Returns:
+            What takes it back.
+        """
+        before = self.pattern
+        configured = self._configured
+
+        def take_back() -> None:
+            self.pattern = before
+            self._configured = configured
+
+        if before is None or before is configured:
             self.pattern = self._configured = pattern
+        return take_back
 
     def extra_repr(self) -> str:
         return f"{self.pattern}"

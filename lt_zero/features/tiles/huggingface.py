@@ -26,6 +26,7 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.common.switch import Switched, restore, switch
 from lt_zero.config.blocks import LongSequences
 from lt_zero.core.engine.guard import PASSING, called
+from lt_zero.core.feature import Undo
 from lt_zero.features.tiles.head import LossHead, check_linear, head_loss
 from lt_zero.features.tiles.loss import mean_of
 from lt_zero.features.tiles.tokens import TokenTiles, tiled
@@ -39,27 +40,13 @@ _KEEPING = ("float", "to", "contiguous")  # functions after which logits are the
 _ASKED = ("is_view", "untyped_storage", "is_conj", "is_neg")
 
 
-class Installed:
-    """Changes of ``install``; ``remove`` takes them back. Idempotent."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
-
-    def also(self, undo: Callable[[], None]) -> None:
-        self._undo.append(undo)
-
-    def remove(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-
-
-def install(module: nn.Module, block: LongSequences, rank: int) -> Installed:
+def install(module: nn.Module, block: LongSequences, rank: int) -> Undo:
     """Let the models of transformers in ``module`` compute in tiles, and log which.
 
     Raises:
         ConfigError: there is none, or one lacks what can be computed in tiles. Nothing is changed then.
     """
-    installed = Installed()
+    installed = Undo()
     base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
     models = _outermost(module, base) if base is not None else []
     key = f"{BLOCK}.tiled_{'mlp' if block.tiled_mlp else 'loss'}"
@@ -89,7 +76,7 @@ def _outermost(module: nn.Module, kind: type[nn.Module]) -> list[Any]:
     return [found for child in module.children() for found in _outermost(child, kind)]
 
 
-def _tile_mlps(model: nn.Module, block: LongSequences, installed: Installed) -> int:
+def _tile_mlps(model: nn.Module, block: LongSequences, installed: Undo) -> int:
     """Tile the modules that models of transformers call ``mlp``; returns how many."""
     key, name = f"{BLOCK}.tiled_mlp", type(model).__name__
     found = [module for path, module in model.named_modules() if path.rpartition(".")[2] == "mlp"]
@@ -113,7 +100,7 @@ def _routes(module: nn.Module) -> bool:
     return any(type(sub).__name__.endswith(("Experts", "Router")) for sub in module.modules())
 
 
-def _tile_loss(model: Any, block: LongSequences, installed: Installed) -> None:
+def _tile_loss(model: Any, block: LongSequences, installed: Undo) -> None:
     key, name = f"{BLOCK}.tiled_loss", type(model).__name__
     remedy = "Use lt_zero.loss_head or lt_zero.tiled_cross_entropy in your step, and remove the key."
     head: Any = model.get_output_embeddings()

@@ -31,10 +31,10 @@ from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.full_params import owns_all, restore_whole, take_over_assigned, was_converted
 from lt_zero.core.engine.guard import owner_of
+from lt_zero.core.feature import Feature, followers
 from lt_zero.core.health.agreement import Agreement
 from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
-from lt_zero.features.activation_checkpointing.checkpointing import installed
 from lt_zero.training.build import built_by
 from lt_zero.training.lightning.model_report import dtype_table, has_one_dtype, unit_table
 from lt_zero.training.lightning.precision import sharded_of
@@ -189,16 +189,23 @@ def _check_end(last: World, world: World) -> None:
         )
 
 
-def show_model(engine: Engine, new: bool) -> None:
-    """Print which modules are recomputed in backward, if any; of a ``new`` engine also its units and dtypes."""
+def show_model(engine: Engine) -> None:
+    """Print the units and dtypes of a new engine, and what features do to its model."""
     if engine.world.rank != 0:
         return
-    if new:
-        unit_table(engine)
-        if not has_one_dtype(engine):
-            dtype_table(engine)
-    if (checkpointing := installed(engine)) is not None:
-        RunConsole().print(str(checkpointing))
+    unit_table(engine)
+    if not has_one_dtype(engine):
+        dtype_table(engine)
+    show_features(engine, [follower.feature for follower in followers(engine)])
+
+
+def show_features(engine: Engine, features: Iterable[Feature]) -> None:
+    """Print what ``features`` do to the model of an engine, if anything is to be known of it."""
+    if engine.world.rank != 0:
+        return
+    for feature in features:
+        if feature.summary:
+            RunConsole().print(feature.summary)
 
 
 def skip_graphs(trainer: pl.Trainer, engine: Engine) -> None:

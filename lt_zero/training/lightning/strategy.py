@@ -35,11 +35,10 @@ from lt_zero.core.comm.world import World
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.full_params import restore_whole, sync_buffers
 from lt_zero.core.engine.materialize import ConstructionSharder
+from lt_zero.core.feature import end_fit, follow
 from lt_zero.core.health.before_joining import met, watch_start
-from lt_zero.features.activation_checkpointing.checkpointing import install, installed, uninstall
 from lt_zero.parallel.mesh import DeviceMesh
 from lt_zero.parallel.plan import keeping_ties
-from lt_zero.training.build import built_by
 from lt_zero.training.lightning import setup as set_up
 from lt_zero.training.lightning.arguments import check_launch, explained, with_sizes_of_mesh
 from lt_zero.training.lightning.launchers import TrainerLauncher, choose_start, is_launched_alone
@@ -330,10 +329,10 @@ class ZeroStrategy(RunQueries):
             self._load_into(known)
         assert self._engine is not None
         if known is None:
-            set_up.show_model(self._engine, new=True)
+            set_up.show_model(self._engine)
             tell_ignored([] if fitting else ignored_keys(self.config), self.global_rank)
-        elif fitting and installed(known) is None and install(known, built_by(known)) is not None:
-            set_up.show_model(known, new=False)
+        elif fitting:
+            set_up.show_features(known, follow(known))
         set_up.skip_graphs(trainer, self._engine)
         plugin.engine, plugin.device_type = self._engine, self.root_device.type
         # In manual optimization nothing tells which backward is the last one of a step.
@@ -606,7 +605,7 @@ class ZeroStrategy(RunQueries):
         clean = trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED
         self.monitor.stop(clean)
         if engine is not None:
-            uninstall(engine)
+            end_fit(engine)
         self.checkpoints.close(self.run, clean)
         if engine is not None and clean and self._start_method != "popen":
             # The launcher sends rank 0's state dict to the parent process, so it must be whole.

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import lt_zero
 from lt_zero import ActivationCheckpointing, ConfigError, ZeroConfig
 from lt_zero.features.activation_checkpointing.budget import KEY, BudgetTrial, Meter, ModuleCost, peak_of, plan_budget
-from lt_zero.features.activation_checkpointing.checkpointing import Checkpointing, install, installed
+from lt_zero.features.activation_checkpointing.checkpointing import Checkpointing, installed
 from lt_zero.planning.activations import Ledger, estimate_activations
 from tests.support.checkpointed_nets import net, same
 from tests.support.models import tokens
@@ -237,7 +237,6 @@ def _odd_modules() -> None:
         lt_zero.shard(model, config)
     assert [problem.key for problem in caught.value.problems] == [KEY]
     engine = lt_zero.shard(net(), config)
-    install(engine, ZeroConfig.of(config))
     (end_step,) = engine.after_step
     end_step()
     with pytest.warns(UserWarning, match="none could be measured"):
