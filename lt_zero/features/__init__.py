@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
-from lt_zero.common.errors import ConfigError
+from lt_zero.common.errors import ConfigError, missing_part
 from lt_zero.core.feature import Entry, Feature, registered
 
 _TABLE = (
@@ -14,6 +15,18 @@ _TABLE = (
         place="lt_zero.features.tiles.feature:Tiles",
         key="long_sequences",
         asked=lambda config: config.long_sequences.tiles,
+    ),
+    Entry(
+        name="the record of a run",
+        place="lt_zero.tools.compare.feature:Record",
+        key="LT_ZERO_RECORD",
+        asked=lambda config: bool(os.environ.get("LT_ZERO_RECORD")),
+    ),
+    Entry(
+        name="the gradient noise scale",
+        place="lt_zero.tools.gradient_noise.feature:Noise",
+        key="gradient_noise_scale",
+        asked=lambda config: config.gradient_noise_scale,
     ),
 )
 
@@ -33,12 +46,9 @@ def _load(entry: Entry) -> type[Feature]:
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the feature is there, and lacks a library
-        raise ConfigError.about(
-            entry.key,
-            f"{entry.key}: {entry.name} is not installed, there is no module {error.name}. Install lt_zero with it, or "
-            "remove the key.",
-        ) from error
+        if (missing := missing_part(module, error)) is None:
+            raise
+        text = f"{entry.key}: {entry.name} is not installed, there is no module {missing}. Install lt_zero with it, or "
+        raise ConfigError.about(entry.key, f"{text}remove {entry.key}.") from error
     loaded: type[Feature] = getattr(found, name)
     return loaded

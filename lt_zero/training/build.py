@@ -62,6 +62,7 @@ from lt_zero.core.engine.parts import Parts, Unjoined
 from lt_zero.core.engine.same_on_ranks import Snapshot, compare, compare_models
 from lt_zero.core.engine.storage_plan import plan_storage
 from lt_zero.core.engine.weight_rounding import NEAREST, WeightRounding
+from lt_zero.core.feature import Feature, Run
 from lt_zero.core.stores.pinned import return_freed_memory
 from lt_zero.exchange.choose import configure_group, exchange_of, gathers_of
 from lt_zero.exchange.plan import plan_codecs, plan_exchange
@@ -76,11 +77,19 @@ from lt_zero.planning.check import check_build
 log = logging.getLogger("lt_zero")
 
 _configs = weakref.WeakKeyDictionary[Engine, ZeroConfig]()
+_waiting = weakref.WeakKeyDictionary[Engine, list[Feature]]()  # features that do not watch their engine yet
 
 
 def built_by(engine: Engine) -> ZeroConfig:
     """The configuration that an engine was built by, with sizes for its model."""
     return _configs[engine]
+
+
+def watch(engine: Engine, run: Run) -> None:
+    """Let the features of an engine watch it, which is ready to train. Collective; no-op if they do."""
+    for feature in _waiting.pop(engine, ()):
+        if (watching := feature.watch(engine, run)) is not None:
+            engine.handles.append(watching)
 
 
 @without_gc
@@ -95,6 +104,7 @@ def shard(
     specs: Iterable[ParamSpec] = (),
     group_of: Callable[[str, nn.Parameter], ShardGroup] | None = None,
     parts: Parts | None = None,
+    ready: bool = True,
 ) -> Engine:
     """Shard ``module`` in place over all ranks of the default process group.
 
@@ -114,6 +124,7 @@ def shard(
             The same on all ranks of ``group``. It may have others: see grad_reducer.py, Note [Wide buckets].
         parts: of parameters that have the shape of the whole tensor although this rank has a part; default: the shape
             of each is that of its spec, and what needs whole tensors in memory is refused.
+        ready: False: the weights come later, and then the caller calls ``watch``.
 
     Raises:
         ValueError: a parameter is sharded already; or a pattern of ``fp16_override_modules`` matches nothing; or
@@ -139,7 +150,10 @@ def shard(
     group.world.advise(remedy)
     # Inside, files are read and the user's modules initialised: an error of one rank is raised on all.
     with group.world.together("lt_zero.shard"):
-        return _shard(module, config, device, policy, group, training, saved, specs, group_of, parts or Unjoined())
+        engine = _shard(module, config, device, policy, group, training, saved, specs, group_of, parts or Unjoined())
+        if ready and training:
+            watch(engine, Run())
+    return engine
 
 
 def _shard(
@@ -203,9 +217,7 @@ def _shard(
         install_sparse_attention(module, config, group.world.rank)
     engine = _build(module, device, plan, config, options, group, groups, training, saved, parts)
     engine.handles.append(_Undo(installed))
-    for feature in features if training else ():
-        if (watching := feature.watch(engine)) is not None:
-            engine.handles.append(watching)
+    _waiting[engine] = features
     return engine
 
 
