@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from lt_zero.common.errors import ConfigError
+from lt_zero.common.errors import ConfigError, missing_part
 
 
 def load(place: str, key: str, feature: str) -> Any:
@@ -13,7 +13,7 @@ def load(place: str, key: str, feature: str) -> Any:
 
     Args:
         place: ``module:name`` of it.
-        key: of the configuration, by which it is asked for.
+        key: of the configuration, or variable of the environment, by which it is asked for.
         feature: name of the feature, in texts.
 
     Raises:
@@ -23,11 +23,8 @@ def load(place: str, key: str, feature: str) -> Any:
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+        if (missing := missing_part(module, error)) is None:
             raise  # the feature is there, and lacks a library
-        raise ConfigError.about(
-            key,
-            f"{key}: {feature} is not installed, there is no module {error.name}. Install lt_zero with it, or remove "
-            "the key.",
-        ) from error
+        text = f"{key}: {feature} is not installed, there is no module {missing}. Install lt_zero with it, or remove"
+        raise ConfigError.about(key, f"{text} {key}.") from error
     return getattr(found, name)

@@ -7,7 +7,7 @@ is off is not imported.
 A package of one's own adds a feature on all ranks, before the configuration is read:
 
     class Noise(Feature):
-        def watch(self, engine): ...
+        def watch(self, engine, run): ...
 
     register(Entry("noise", "my_package.noise:Noise", "my_noise", lambda config: config.of("my_noise").scale > 0))
 """
@@ -48,6 +48,21 @@ class Undo:
 
     def remove(self) -> None:
         self._stack.close()
+
+
+@dataclass(frozen=True)
+class Run:
+    """Facts of the run that trains an engine.
+
+    Attributes:
+        number: of the engine, in the order of set-up; None: there is no run, a caller of ``lt_zero.shard`` trains it.
+        ranks_of_model: so many neighbouring ranks see the same data, and have parts of them or of the model.
+        in_parts: some ranks have parts of the model, or of sequences; then ``ranks_of_model`` may be 1 all the same.
+    """
+
+    number: int | None = None
+    ranks_of_model: int = 1
+    in_parts: bool = False
 
 
 class Feature:
@@ -139,54 +154,15 @@ class Feature:
         """Make the strategy by which the weights of one bucket of ``group`` are gathered; None: leave it to others."""
         return None
 
-    def watch(self, engine: Engine) -> Handle | None:
-        """Follow an engine that begins to train. Collective; returns what ends it, when the engine is detached."""
+    def watch(self, engine: Engine, run: Run) -> Handle | None:
+        """Follow an engine that is ready to train: its weights are loaded, and are the same on all ranks. Collective.
+
+        It is called once for each engine, or for each fit with ``ends_with_fit``; optimizers may come later.
+
+        Returns:
+            What ends it, when the engine is detached. A ``Figure`` (followers.py) is shown by monitors.
+        """
         return None
-
-
-class Follower:
-    """A feature beside an engine, which has this in its ``handles``.
-
-    Attributes:
-        handle: what ``feature.watch`` has returned; None: nothing, or it does not follow the engine.
-    """
-
-    def __init__(self, feature: Feature) -> None:
-        self.feature = feature
-        self.handle: Handle | None = None
-        self._follows = False
-
-    def begin(self, engine: Engine) -> bool:
-        """Let the feature follow the engine; returns whether it did not already. Collective."""
-        if self._follows:
-            return False
-        self.handle = self.feature.watch(engine)
-        self._follows = True
-        return True
-
-    def remove(self) -> None:
-        """End it. Idempotent."""
-        if self.handle is not None:
-            self.handle.remove()
-        self.handle = None
-        self._follows = False
-
-
-def followers(engine: Engine) -> list[Follower]:
-    """The features beside an engine, in the order of their table."""
-    return [handle for handle in engine.handles if isinstance(handle, Follower)]
-
-
-def follow(engine: Engine) -> list[Feature]:
-    """Let the features beside an engine follow it; returns those that did not already. Collective."""
-    return [follower.feature for follower in followers(engine) if follower.begin(engine)]
-
-
-def end_fit(engine: Engine) -> None:
-    """End what features do for one fit only; the engine stays attached."""
-    for follower in followers(engine):
-        if follower.feature.ends_with_fit:
-            follower.remove()
 
 
 @dataclass(frozen=True)
@@ -196,8 +172,8 @@ class Entry:
     Attributes:
         name: of the feature, in texts.
         place: where its class is, ``module:class``; imported if the feature is asked for.
-        key: of the configuration, by which it is asked for.
-        asked: returns whether a configuration asks for it.
+        key: of the configuration, or variable of the environment, by which it is asked for.
+        asked: returns whether a configuration, or the environment, asks for it.
     """
 
     name: str

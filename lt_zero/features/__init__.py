@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from operator import attrgetter
 from typing import Any
 
@@ -68,6 +69,18 @@ _TABLE = (
         place="lt_zero.features.activation_checkpointing.feature:ActivationCheckpoints",
         key="activation_checkpointing.mode",
         asked=lambda config: config.activation_checkpointing.mode != "none",
+    ),
+    Entry(
+        name="the record of a run",
+        place="lt_zero.tools.compare.feature:Record",
+        key="LT_ZERO_RECORD",
+        asked=lambda config: bool(os.environ.get("LT_ZERO_RECORD")),
+    ),
+    Entry(
+        name="the gradient noise scale",
+        place="lt_zero.tools.gradient_noise.feature:Noise",
+        key="gradient_noise_scale",
+        asked=lambda config: config.gradient_noise_scale,
     ),
 )
 

@@ -60,7 +60,8 @@ from lt_zero.core.engine.parts import Parts, Unjoined
 from lt_zero.core.engine.same_on_ranks import Snapshot, compare, compare_models
 from lt_zero.core.engine.storage_plan import plan_storage
 from lt_zero.core.engine.weight_rounding import NEAREST, WeightRounding
-from lt_zero.core.feature import Feature, Follower, Undo, follow
+from lt_zero.core.feature import Feature, Run, Undo
+from lt_zero.core.followers import Follower, follow
 from lt_zero.core.stores.pinned import return_freed_memory
 from lt_zero.features import features_of
 from lt_zero.kernels.library import missing
@@ -90,6 +91,7 @@ def shard(
     specs: Iterable[ParamSpec] = (),
     group_of: Callable[[str, nn.Parameter], ShardGroup] | None = None,
     parts: Parts | None = None,
+    ready: bool = True,
 ) -> Engine:
     """Shard ``module`` in place over all ranks of the default process group.
 
@@ -109,6 +111,7 @@ def shard(
             The same on all ranks of ``group``. It may have others: see grad_reducer.py, Note [Wide buckets].
         parts: of parameters that have the shape of the whole tensor although this rank has a part; default: the shape
             of each is that of its spec, and what needs whole tensors in memory is refused.
+        ready: False: the weights come later, and then the caller lets its features follow the engine.
 
     Raises:
         ValueError: a parameter is sharded already; or a pattern of ``fp16_override_modules`` matches nothing; or
@@ -134,7 +137,10 @@ def shard(
     group.world.advise(remedy)
     # Inside, files are read and the user's modules initialised: an error of one rank is raised on all.
     with group.world.together("lt_zero.shard"):
-        return _shard(module, config, device, policy, group, training, saved, specs, group_of, parts or Unjoined())
+        engine = _shard(module, config, device, policy, group, training, saved, specs, group_of, parts or Unjoined())
+        if ready and training:
+            follow(engine, Run())
+    return engine
 
 
 def _shard(
@@ -191,8 +197,6 @@ def _shard(
     engine = _build(module, device, plan, config, features, options, group, groups, training, saved, parts)
     engine.handles.append(Undo(installed))
     engine.handles.extend(map(Follower, features))
-    if training:
-        follow(engine)
     return engine
 
 

@@ -37,7 +37,6 @@ from lt_zero.core.step.loss_scale import _SkipFlag
 from lt_zero.core.stores.checked_file import Sink, StagingRing
 from lt_zero.features import features_of
 from lt_zero.features.activation_checkpointing import stores
-from lt_zero.features.ema.average import WeightAverage
 from lt_zero.kernels import dispatch, library
 from lt_zero.parallel.mesh import mesh_of
 from lt_zero.training import checkpoints
@@ -190,13 +189,19 @@ class _Saves:
                 self._saver.close()
 
 
+def _average(engine: Any) -> Any:
+    from lt_zero.features.ema.average import WeightAverage  # such runs are skipped where it was taken out
+
+    return WeightAverage(engine)
+
+
 def _train(run: Run, config: ZeroConfig, group: ShardGroup | None, order: Order, folder: Path | None) -> None:
     torch.manual_seed(0)
     model = Model(*(Feed(32) for _ in range(4)))
     engine = lt_zero.shard(model, config, CPU, **_groups(run, config, group, model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     owner = lt_zero.ShardedOptimizer(engine, optimizer)
-    average = WeightAverage(engine) if run.averages else None
+    average = _average(engine) if run.averages else None
 
     def save(saver: Saver, path: str) -> None:
         content = {"state_dict": weight_fragments(engine), "optimizer_states": [optimizer_fragments(owner)]}
