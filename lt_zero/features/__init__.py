@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from operator import attrgetter
 from typing import Any
 
@@ -57,6 +58,12 @@ _TABLE = (
         asked=lambda config: config.gradient_compression.algorithm != "none",
     ),
 )
+
+
+def is_installed(folder: str) -> bool:
+    """True if the feature of that folder is there: what plans suggest has to be."""
+    found = importlib.util.find_spec(f"{__name__}.{folder}")
+    return found is not None and found.origin is not None  # a folder that was taken out may leave bytecode behind
 
 
 def features_of(config: Any) -> list[Feature]:

@@ -13,6 +13,7 @@ from lt_zero.offload import host_store
 from lt_zero.parallel.mesh import ParallelSizes
 from tests.support.blended import Attend, Blend, OneProcess, start
 from tests.support.combinations import ALL, COMBINATIONS, FEATURES, MORE, PAGE, PAIRS, RUNS, keys_of, page, refusal
+from tests.support.features import skip_without
 from tests.support.matrix import only_rows
 from tests.support.mixtures import MixtureBlock
 from tests.support.parallel_nets import Feed
@@ -108,6 +109,7 @@ ACCEPTED = [pair for pair in PAIRS if not refusal(*pair)]
     ids=lambda value: value if value in FEATURES else None,
 )
 def test_a_pair_trains_as_one_process(pool: Pool, first: str, second: str) -> None:
+    skip_without(keys_of(first, second))
     pool.run(_ranks({first, second}), _train, first, second)
 
 
