@@ -29,7 +29,7 @@ from tests.support import reach_profiling as prof
 from tests.support import reach_tiles as tiles
 from tests.support import reach_trainer as t
 from tests.support import reach_whole as w
-from tests.support.features import needs
+from tests.support.features import needs, skip_without
 from tests.support.pool import Pool
 from tests.support.reach_engine import Config, Lab, nested
 
@@ -481,6 +481,7 @@ _OF_FEATURES = {"gradient_noise_scale": "gradient_noise"}  # key -> the feature 
 )
 def test_value_reaches_its_code(key: str, lab: Lab) -> None:
     probe = PROBES[key]
+    skip_without(dict.fromkeys(key.split(".")), "compression" if key.startswith(G) else "")
     configs = (dict(probe.base), {**probe.base, probe.at or key: probe.value})
     before, after = looks(lab, *configs)
     base = (probe.look, repr(sorted(probe.base.items())))

@@ -14,7 +14,7 @@ from lt_zero.offload import host_store
 from lt_zero.parallel.mesh import ParallelSizes
 from tests.support.blended import Attend, Blend, OneProcess, start
 from tests.support.combinations import ALL, COMBINATIONS, FEATURES, MORE, PAGE, PAIRS, RUNS, keys_of, page, refusal
-from tests.support.features import there
+from tests.support.features import skip_without, there
 from tests.support.matrix import only_rows
 from tests.support.mixtures import MixtureBlock
 from tests.support.parallel_nets import Feed
@@ -118,6 +118,7 @@ ACCEPTED = [pair for pair in PAIRS if not refusal(*pair)]
 def test_a_pair_trains_as_one_process(pool: Pool, first: str, second: str) -> None:
     if "ema" in (first, second) and not there("ema"):
         pytest.skip("not installed: ema")
+    skip_without(keys_of(first, second))
     pool.run(_ranks({first, second}), _train, first, second)
 
 

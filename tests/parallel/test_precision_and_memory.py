@@ -22,6 +22,7 @@ from lt_zero.config.precision import dtype_policy
 from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.offload import host_store
 from lt_zero.training.build import built_by
+from tests.support.features import skip_without
 from tests.support.matrix import only, only_rows
 from tests.support.parallel_nets import (
     Net,
@@ -242,6 +243,7 @@ SECOND_COPY = {"zero_hpz_partition_size": 2}
 @pytest.mark.parametrize(("stage", "zero"), [(1, REPLICAS), (2, REPLICAS), (3, REPLICAS), (3, SECOND_COPY)])
 def test_replicas_of_shards_and_second_copies(pool: Pool, stage: int, zero: dict[str, Any]) -> None:
     """On 2 data ranks with 2 parts each: whole tensors have 2 replicas of 2 shards, parts one."""
+    skip_without(zero)
     pool.run(4, _saves_memory, stage, MESH, {"zero": zero}, False, env={"LT_ZERO_SHARED_MEMORY": "0"})
 
 
