@@ -37,7 +37,7 @@ from measuring import ROOT, Rounds, give, interleaved, ratio, remove, scratch, s
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero import ops
+from lt_zero import kernels as ops
 from lt_zero.config.precision import dtype_policy
 from lt_zero.core.engine.storage_plan import DEVICE, HOST
 from lt_zero.features.quantize.nf4 import NF4

@@ -32,7 +32,7 @@ import torch
 from measuring import Rounds, cpu_name, finish, give, interleaved, markdown, timed
 from torch import Tensor
 
-from lt_zero import ops
+from lt_zero import kernels as ops
 from lt_zero.kernels import library
 from lt_zero.kernels.moments import BLOCK, coded_nbytes
 from lt_zero.kernels.places import ElementPlace, place_table

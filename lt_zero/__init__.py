@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lt_zero.common.errors import BLOCK_CHECKS
+from lt_zero.common.errors import BLOCK_CHECKS, missing_part
 
 if TYPE_CHECKING:
     from lt_zero.checkpoint.export import export as export
@@ -139,14 +139,14 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    path = f"{__name__}.{_MODULES[name]}"
+    module = f"{__name__}.{_MODULES[name]}"
     try:
-        value = getattr(importlib.import_module(path), name)
+        value = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
-            raise  # the feature is there, and lacks a library
-        text = f"{__name__}.{name} is not installed: there is no module {error.name}. Install {__name__} with it."
-        raise ImportError(text, name=error.name) from error
+        if (missing := missing_part(module, error)) is None:
+            raise
+        text = f"lt_zero.{name} is not installed: there is no module {missing}. Install lt_zero with it."
+        raise ModuleNotFoundError(text, name=missing) from None
     globals()[name] = value
     return value
 

@@ -6,11 +6,12 @@ import gc
 import importlib
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import lt_zero
+from lt_zero.common.errors import missing_part
 from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.output import printable
 
@@ -35,6 +36,17 @@ def _root(
     """ZeRO for PyTorch Lightning."""
 
 
+def _import(module: str, name: str) -> Any:
+    """Import the module of the command ``name``; say on stderr if it is not installed, and end with status 1."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (missing := missing_part(module, error)) is None:
+            raise
+        typer.echo(f"lt-zero {name} is not installed: there is no module {missing}. Install lt_zero with it.", err=True)
+        raise typer.Exit(1) from None
+
+
 def _lazy(name: str, module: str, summary: str, example: str) -> None:
     """Register the function or app ``<name>_command`` of ``module``, which is only imported to run: it needs torch.
 
@@ -48,7 +60,7 @@ def _lazy(name: str, module: str, summary: str, example: str) -> None:
     def run(context: typer.Context) -> None:
         # What is imported stays until the end: looking for garbage in it takes as long as half of torch.
         with gc_disabled():
-            command = getattr(importlib.import_module(module), f"{name}_command")
+            command = getattr(_import(module, name), f"{name}_command")
             gc.freeze()
         inner = command if isinstance(command, typer.Typer) else typer.Typer(add_completion=False)
         if inner is not command:

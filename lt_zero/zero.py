@@ -17,12 +17,13 @@ from torch.nn import Parameter
 from lt_zero.common import accelerator
 from lt_zero.config.load import examine
 from lt_zero.config.options import communication_options, group_options
+from lt_zero.core.ask import configure_group
 from lt_zero.core.comm.process_groups import init_distributed, is_part, joining
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.full_params import gathered
 from lt_zero.core.engine.materialize import ConstructionSharder
-from lt_zero.exchange.choose import configure_group
+from lt_zero.features import features_of
 
 
 class Init:
@@ -103,7 +104,7 @@ class Init:
             device = accelerator.default_device()
             group = ShardGroup.of_all(World.join(device, communication_options(made)))
             if group.size > 1:
-                configure_group(group, group_options(made))
+                configure_group(group, group_options(made), features_of(made))
                 self._sharder = ConstructionSharder(group, zero.stage3_param_persistence_threshold)
 
     def _shard(self, module: nn.Module) -> None:

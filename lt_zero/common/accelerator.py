@@ -2,7 +2,7 @@
 
 All questions about a device are asked here, so that no other file names a kind of accelerator, and so that tests can
 answer them: a CPU runs the code for streams then, with each access checked for its order. Kernels are the exception:
-they are built for CUDA and loaded by ops/.
+they are built for CUDA and loaded by kernels/.
 
 Note [Streams and events of one kind]
     torch has streams and events for any accelerator (torch.Stream, torch.Event), and others for CUDA

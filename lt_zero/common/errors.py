@@ -150,3 +150,13 @@ def fold_notes(error: BaseException) -> None:
 
 def _notes(error: BaseException) -> list[str]:
     return list(getattr(error, "__notes__", ()))
+
+
+def missing_part(module: str, error: ModuleNotFoundError) -> str | None:
+    """The module that an import of ``module`` has not found, itself or a package around it; None: it lacks a library.
+
+    >>> missing_part("lt_zero.features.ema.callback", ModuleNotFoundError(name="lt_zero.features.ema"))
+    'lt_zero.features.ema'
+    >>> missing_part("lt_zero.features.ema.callback", ModuleNotFoundError(name="numpy"))
+    """
+    return error.name if error.name is not None and f"{module}.".startswith(f"{error.name}.") else None

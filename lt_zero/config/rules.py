@@ -11,6 +11,7 @@ import torch
 
 from lt_zero.common.errors import Path, Problem, dotted
 from lt_zero.config.blocks import SPARSE_MODES, ActivationCheckpointing, Schema, SparseAttention, operation_of
+from lt_zero.config.blocks.schema import ONE_BIT
 from lt_zero.config.document import leaves
 from lt_zero.core.comm.options import OPERATIONS
 
@@ -20,7 +21,6 @@ SPARSE = "sparse_attention"
 LONG = "long_sequences"
 _CAUSAL = "unidirectional"
 _WHOLE = ("muon", "adafactor")  # configurable optimizers that need whole matrices
-_PLAIN = {"onebitadam": "Adam", "onebitlamb": "Lamb", "zerooneadam": "Adam"}  # 1-bit optimizers, and without 1 bit
 
 
 # ---- contradictions --------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def _tolerance(config: Schema) -> Iterator[Problem]:
     share, zero = config.communication.slow_node_tolerance, config.zero_optimization
     others = {
         "gradient_compression.algorithm": config.gradient_compression.algorithm != "none",
-        "optimizer.type": bool(one_bit(config)),
+        "optimizer.type": bool(config.one_bit),
         f"{ZERO}.zero_quantized_gradients": zero.stage > 0 and zero.zero_quantized_gradients,
     }
     for name in [name for name, given in others.items() if share and given]:
@@ -139,19 +139,13 @@ def _tolerance(config: Schema) -> Iterator[Problem]:
         )
 
 
-def one_bit(config: Schema) -> str:
-    """The name of the 1-bit optimizer that ``optimizer.type`` is, in lower case, or ""."""
-    name = config.optimizer.type.rpartition(".")[2].lower() if config.optimizer is not None else ""
-    return name if name in _PLAIN else ""
-
-
 def _one_bit(config: Schema) -> Iterator[Problem]:
     """Problems of 1-bit optimizers with other settings: their ranks do not exchange plain gradients."""
-    kind = one_bit(config)
+    kind = config.one_bit
     if config.optimizer is None or not kind:
         return
     zero, name = config.zero_optimization, f"optimizer.type={config.optimizer.type!r}"
-    plain, local = _PLAIN[kind], kind == "zerooneadam"
+    plain, local = ONE_BIT[kind], kind == "zerooneadam"
     if local and zero.stage > 0:
         yield Problem(
             "optimizer.type",
@@ -209,7 +203,7 @@ def _parallel(config: Schema) -> Iterator[Problem]:
     asked = {
         "gradient_compression.algorithm": config.gradient_compression.algorithm != "none",
         "communication.slow_node_tolerance": config.communication.slow_node_tolerance > 0,
-        "optimizer.type": bool(one_bit(config)),
+        "optimizer.type": bool(config.one_bit),
     }
     parts = key == "sequence_parallel_size"
     needs = "gradients of whole sequences on each rank" if parts else "the same parameters on all ranks"

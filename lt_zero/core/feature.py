@@ -1,4 +1,4 @@
-"""The door: what a feature can do in a run.
+"""The door: what a feature can do in a run. How the features are asked: ask.py.
 
 The core and the faces name no feature. They ask the features of a run at a few points, in the order of their table
 (``lt_zero.features``), which is the same on all ranks: process groups are made in one order everywhere. A feature that
@@ -7,7 +7,7 @@ is off is not imported.
 A package of one's own adds a feature on all ranks, before the configuration is read:
 
     class Noise(Feature):
-        def watch(self, engine): ...
+        def watch(self, engine, run): ...
 
     register(Entry("noise", "my_package.noise:Noise", "my_noise", lambda config: config.of("my_noise").scale > 0))
 """
@@ -22,7 +22,12 @@ from typing import Any, ClassVar, Protocol
 from torch import nn
 
 from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.engine.bucket import GatherStrategy
 from lt_zero.core.engine.engine import Engine
+from lt_zero.core.engine.exchange_plan import ExchangePlan
+from lt_zero.core.engine.options import EngineOptions
+from lt_zero.core.engine.partition import BucketPlan, EnginePlan, GroupFacts
+from lt_zero.core.engine.storage_plan import Codecs, StoragePlan
 
 
 class Handle(Protocol):
@@ -45,6 +50,21 @@ class Undo:
         self._stack.close()
 
 
+@dataclass(frozen=True)
+class Run:
+    """Facts of the run that trains an engine.
+
+    Attributes:
+        number: of the engine, in the order of set-up; None: there is no run, a caller of ``lt_zero.shard`` trains it.
+        ranks_of_model: so many neighbouring ranks see the same data, and have parts of them or of the model.
+        in_parts: some ranks have parts of the model, or of sequences; then ``ranks_of_model`` may be 1 all the same.
+    """
+
+    number: int | None = None
+    ranks_of_model: int = 1
+    in_parts: bool = False
+
+
 class Feature:
     """One feature of a run. All hooks are no-ops by default; a hook is collective if all ranks call it.
 
@@ -52,17 +72,54 @@ class Feature:
         config: the configuration of the run, the same on all ranks.
 
     Attributes:
+        needs_one_model: the key of a feature for which all ranks need the same parameters; "": they may differ.
         ends_with_fit: the Trainer ends what ``watch`` has begun with each fit, and calls it again for the next one.
         stays: a module keeps what ``prepare`` has changed when its engine is detached.
         summary: a line for the user about what it does to this model; ``watch`` sets it.
     """
 
+    needs_one_model: ClassVar[str] = ""
     ends_with_fit: ClassVar[bool] = False
     stays: ClassVar[bool] = False
     summary = ""
 
     def __init__(self, config: Any) -> None:
         self.config = config
+
+    # ---- plans: forecasts ask for them, too, without processes -----------------------------------------------------
+
+    def options(self, options: EngineOptions, training: bool) -> EngineOptions:
+        """Return the options of an engine, changed. ``training``: as for ``lt_zero.shard``."""
+        return options
+
+    def codecs(self, bucket: BucketPlan, group: GroupFacts, training: bool) -> Codecs | None:
+        """Choose the codecs in which weights of a bucket rest and are gathered; None: leave it to other features.
+
+        Args:
+            bucket: the plan of it.
+            group: the ranks over which it is sharded.
+            training: trainable weights have master weights.
+        """
+        return None
+
+    def exchange(self, plan: EnginePlan, skips_steps: bool, group: GroupFacts) -> ExchangePlan | None:
+        """Plan the exchange of gradients; None: leave it to other features.
+
+        Args:
+            plan: of the buckets.
+            skips_steps: steps may be skipped.
+            group: the ranks with the same model.
+        """
+        return None
+
+    # ---- a run -----------------------------------------------------------------------------------------------------
+
+    def join(self, group: ShardGroup) -> None:
+        """Connect the ranks of a group that was configured. Collective; called for each group, in one order.
+
+        Raises:
+            ConfigError: they cannot be connected so.
+        """
 
     def prepare(self, module: nn.Module, group: ShardGroup, training: bool) -> Handle | None:
         """Change a module before its buckets are planned. Collective.
@@ -80,54 +137,32 @@ class Feature:
         """
         return None
 
-    def watch(self, engine: Engine) -> Handle | None:
-        """Follow an engine that begins to train. Collective; returns what ends it, when the engine is detached."""
+    def check(self, plan: EnginePlan, options: EngineOptions, group: ShardGroup, training: bool) -> None:
+        """Check a plan of buckets before the parameters are moved into them, and log what it leads to.
+
+        Args:
+            plan: of the module's buckets.
+            options: of the engine.
+            group: the ranks with the same model.
+            training: as for ``lt_zero.shard``.
+
+        Raises:
+            ConfigError: the feature does not fit it.
+        """
+
+    def gathers(self, row: StoragePlan, group: ShardGroup) -> GatherStrategy | None:
+        """Make the strategy by which the weights of one bucket of ``group`` are gathered; None: leave it to others."""
         return None
 
+    def watch(self, engine: Engine, run: Run) -> Handle | None:
+        """Follow an engine that is ready to train: its weights are loaded, and are the same on all ranks. Collective.
 
-class Follower:
-    """A feature beside an engine, which has this in its ``handles``.
+        It is called once for each engine, or for each fit with ``ends_with_fit``; optimizers may come later.
 
-    Attributes:
-        handle: what ``feature.watch`` has returned; None: nothing, or it does not follow the engine.
-    """
-
-    def __init__(self, feature: Feature) -> None:
-        self.feature = feature
-        self.handle: Handle | None = None
-        self._follows = False
-
-    def begin(self, engine: Engine) -> bool:
-        """Let the feature follow the engine; returns whether it did not already. Collective."""
-        if self._follows:
-            return False
-        self.handle = self.feature.watch(engine)
-        self._follows = True
-        return True
-
-    def remove(self) -> None:
-        """End it. Idempotent."""
-        if self.handle is not None:
-            self.handle.remove()
-        self.handle = None
-        self._follows = False
-
-
-def followers(engine: Engine) -> list[Follower]:
-    """The features beside an engine, in the order of their table."""
-    return [handle for handle in engine.handles if isinstance(handle, Follower)]
-
-
-def follow(engine: Engine) -> list[Feature]:
-    """Let the features beside an engine follow it; returns those that did not already. Collective."""
-    return [follower.feature for follower in followers(engine) if follower.begin(engine)]
-
-
-def end_fit(engine: Engine) -> None:
-    """End what features do for one fit only; the engine stays attached."""
-    for follower in followers(engine):
-        if follower.feature.ends_with_fit:
-            follower.remove()
+        Returns:
+            What ends it, when the engine is detached. A ``Figure`` (followers.py) is shown by monitors.
+        """
+        return None
 
 
 @dataclass(frozen=True)
@@ -137,8 +172,8 @@ class Entry:
     Attributes:
         name: of the feature, in texts.
         place: where its class is, ``module:class``; imported if the feature is asked for.
-        key: of the configuration, by which it is asked for.
-        asked: returns whether a configuration asks for it.
+        key: of the configuration, or variable of the environment, by which it is asked for.
+        asked: returns whether a configuration, or the environment, asks for it.
     """
 
     name: str

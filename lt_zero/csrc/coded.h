@@ -1,4 +1,4 @@
-// Moments in 8 bits: what the CPU's and CUDA's kernels share. The format is described in lt_zero/ops/moments.py.
+// Moments in 8 bits: what the CPU's and CUDA's kernels share. The format is described in lt_zero/kernels/moments.py.
 #pragma once
 
 #include <stdint.h>

@@ -14,13 +14,13 @@ extern "C" {
 
 #define LT_ABI_VERSION 1
 
-enum lt_dtype { LT_FP32 = 0, LT_BF16 = 1, LT_FP16 = 2, LT_CODES = 3 };  // LT_CODES: of states, lt_zero/ops/moments.py
+enum lt_dtype { LT_FP32 = 0, LT_BF16 = 1, LT_FP16 = 2, LT_CODES = 3 };  // LT_CODES: of states, lt_zero/kernels/moments.py
 
 enum lt_error { LT_OK = 0, LT_BAD_ARGUMENT = 1, LT_OUT_OF_MEMORY = 2, LT_CORRUPT = 3 };
 #define LT_CUDA_ERROR 1000  // CUDA's own codes are added to it
 
 // Where consecutive elements of a tensor are in their parameter, and what their random bits are made of. They are rows of
-// the whole parameter; lt_zero/ops/rounding.py describes both. All numbers have 64 bits: an array of these is a matrix.
+// the whole parameter; lt_zero/kernels/rounding.py describes both. All numbers have 64 bits: an array of these is a matrix.
 typedef struct {
     int64_t tensor, begin;      // the first element, in a list of tensors; the next place follows the last one
     int64_t first, row, stride; // index of the first element; elements of a row; from one row to the next
@@ -45,7 +45,7 @@ typedef struct {
     const float *scale;         // gradients are multiplied by *scale * *clip; NULL counts as 1
     const float *clip;
     const float *found_inf;     // if not NULL and *found_inf != 0, nothing is written
-    const float *levels;        // of LT_CODES: the numbers of lt_zero/ops/moments.py, on the device
+    const float *levels;        // of LT_CODES: the numbers of lt_zero/kernels/moments.py, on the device
     const lt_place *places;     // [place_count] of all elements, in their order, on the device: weights in LT_BF16 are
                                 // rounded up or down at random. NULL: to the nearest
     int64_t place_count;
@@ -95,7 +95,7 @@ typedef struct {
     const float *scale;         // or NULL
 } lt_pairs;
 
-// fp32 to bf16, rounded up or down at random; lt_zero/ops/rounding.py describes it.
+// fp32 to bf16, rounded up or down at random; lt_zero/kernels/rounding.py describes it.
 typedef struct {
     int64_t numel;
     lt_place place;             // of all elements
@@ -105,7 +105,7 @@ typedef struct {
 } lt_rounding;
 
 // Flat tensors of `numel` elements, one row behind the other, in blocks with a scale each. Each row has a buffer of its
-// own, and these follow each other, too; lt_zero/ops/quantize.py describes them.
+// own, and these follow each other, too; lt_zero/kernels/quantize.py describes them.
 typedef struct {
     int64_t rows;               // up to 65535
     int64_t numel;              // of a row
@@ -113,7 +113,7 @@ typedef struct {
     int64_t block;              // elements, a multiple of 16 up to 65536
     int32_t bits;               // of an element: 8, 4, 2 or 1
     int32_t dtype;              // lt_dtype of x, or of what is decoded
-    int32_t normal;             // of 4 bits: levels of NormalFloat (lt_zero/ops/nf4.py) instead of uniform ones
+    int32_t normal;             // of 4 bits: levels of NormalFloat (lt_zero/features/quantize/nf4.py) instead of uniform ones
 } lt_blocks;
 
 // A tensor [batch, heads, length, dim] whose last dimension is contiguous; strides in elements.
@@ -128,7 +128,7 @@ typedef struct {
     const int32_t *index;
 } lt_lists;
 
-// softmax(scale * q k^T + key_bias) v on the blocks of a layout; lt_zero/ops/attention.py describes it.
+// softmax(scale * q k^T + key_bias) v on the blocks of a layout; lt_zero/features/sparse_attention/kernel.py describes it.
 typedef struct {
     int64_t batch, heads, kv_heads, length, dim;
     int64_t block;              // rows and columns of a block; the last one may be cut by `length`

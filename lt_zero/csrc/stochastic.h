@@ -1,4 +1,4 @@
-// Stochastic rounding to bf16: what the CPU's and CUDA's kernels share. lt_zero/ops/rounding.py describes it.
+// Stochastic rounding to bf16: what the CPU's and CUDA's kernels share. lt_zero/kernels/rounding.py describes it.
 //
 // Written once over a type U of 32-bit words: a vector of them on the CPU, uint32_t on CUDA.
 #pragma once

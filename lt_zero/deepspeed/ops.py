@@ -11,11 +11,10 @@ from typing import Any, NoReturn
 
 from torch.optim import Adagrad, Adam, AdamW, Optimizer
 
+from lt_zero import optim
 from lt_zero.optim.from_config import build_optimizer
 from lt_zero.optim.lamb import Lamb
 from lt_zero.optim.lion import Lion
-from lt_zero.optim.onebit import OneBitAdam, OneBitLamb
-from lt_zero.optim.zero_one import ZeroOneAdam
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
@@ -23,14 +22,17 @@ from lt_zero.optim.zero_one import ZeroOneAdam
 class _NamedType(type):
     """Lets ``isinstance`` know the optimizers that a name makes."""
 
+    kind: str
     makes: tuple[type[Optimizer], ...]
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, cls.makes)
+        return isinstance(instance, cls.makes or getattr(optim, cls.kind))
 
 
 class _Named(metaclass=_NamedType):
-    """Base of names that make an optimizer of another class. Arguments are ``optimizer.params``.
+    """Base of names that make an optimizer of another class: one of ``makes``, or that of ``lt_zero.optim``.
+
+    Arguments are ``optimizer.params``.
 
     Raises:
         ConfigError: lists all problems of the arguments.
@@ -103,7 +105,6 @@ class OnebitAdam(_Named):
     """``optimizer.type: OneBitAdam``."""
 
     kind = "OneBitAdam"
-    makes: tuple[type[Optimizer], ...] = (OneBitAdam,)
     order = ("deepspeed", "lr")
     without_effect = ("deepspeed",)
 
@@ -112,14 +113,12 @@ class OnebitLamb(OnebitAdam):
     """``optimizer.type: OneBitLamb``."""
 
     kind = "OneBitLamb"
-    makes = (OneBitLamb,)
 
 
 class ZeroOneAdamOptimizer(OnebitAdam):
     """``optimizer.type: ZeroOneAdam``."""
 
     kind = "ZeroOneAdam"
-    makes = (ZeroOneAdam,)
 
 
 # ---- builders of kernels ---------------------------------------------------------------------------------------------

@@ -14,10 +14,8 @@ Note [Compressed reductions]
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from torch import Tensor
 
 from lt_zero.common import accelerator
 from lt_zero.common.codec import Codec
+from lt_zero.core.comm.costs import Costs
 from lt_zero.core.comm.residuals import Residuals
 from lt_zero.core.comm.topology import whole_nodes
 from lt_zero.core.comm.transport import Group, Mesh, exchange, sum_in_rank_order
@@ -100,65 +99,9 @@ def _neighbours(nodes: Sequence[Sequence[int]]) -> int:
     return (whole_nodes(nodes) or 1) if len(nodes) > 1 else 1
 
 
-@dataclass
-class Costs:
-    """Sums over collectives on this rank.
-
-    Attributes:
-        dense: bytes to other ranks as they would be sent uncompressed.
-        sent: bytes to other ranks.
-        coding: seconds of the host; on a GPU, whose kernels the host only launches, of its stream, up to ``settle``.
-    """
-
-    dense: int = 0
-    sent: int = 0
-    coding: float = 0.0
-    _spans: deque[tuple[Any, Any]] = field(default_factory=deque)  # events around coding that ``coding`` lacks
-
-    @contextmanager
-    def coded(self, device: torch.device) -> Iterator[None]:
-        """Context whose time counts as coding."""
-        begin = _now(device)
-        yield
-        end = _now(device)
-        if accelerator.has_streams(device):
-            self._spans.append((begin, end))
-        else:
-            self.coding += end - begin
-
-    def add(self, other: Costs) -> None:
-        self.dense, self.sent = self.dense + other.dense, self.sent + other.sent
-        self.coding += other.coding
-        self._spans.extend(other._spans)
-        self.settle(wait=False)
-
-    def settle(self, wait: bool) -> bool:
-        """Add what the GPU has done to ``coding``; True if that is all. ``wait``: for the GPU."""
-        while self._spans and (wait or self._spans[0][1].query()):
-            begin, end = self._spans.popleft()
-            end.synchronize()
-            self.coding += begin.elapsed_time(end) / 1e3
-        return not self._spans
-
-
-def _now(device: torch.device) -> Any:
-    """The host's time (seconds), or an event on the current stream."""
-    if not accelerator.has_streams(device):
-        return time.perf_counter()
-    event = accelerator.event(device, timing=True)
-    event.record(accelerator.current_stream(device))
-    return event
-
-
-class Compressed(WorkList):
-    """A launched collective; ``costs`` after its wait."""
-
-    costs: Costs
-
-
 def gather_encoded(
     flat: Tensor, mesh: Mesh, codec: Codec, gather: Callable[[Tensor], Work], own: Tensor | None = None
-) -> Compressed:
+) -> WorkList:
     """Fill ``flat`` (1D) with the decoded shards of all ranks, the own one too. This rank's shard is in place already.
 
     ``gather``: starts an all-gather of bytes (1D, one equal part per shard), of which the own part is in place.
@@ -173,7 +116,7 @@ def gather_encoded(
             codec.encode(parts[mesh.shard_rank], None, codes[mesh.shard_rank])
         else:
             codes[mesh.shard_rank].copy_(own)
-    costs.dense, costs.sent = parts[0].nbytes * others, codes[0].numel() * others
+    costs.count(parts[0].nbytes * others, codes[0].numel() * others)
 
     def decode() -> None:
         with costs.coded(flat.device):
@@ -183,9 +126,7 @@ def gather_encoded(
                 accelerator.record(codes, accelerator.current_stream(flat.device))
             codec.decode_rows(codes, parts)
 
-    work = Compressed([gather(codes.view(-1))], decode)
-    work.costs = costs
-    return work
+    return WorkList([gather(codes.view(-1))], decode, costs=costs)
 
 
 class _Event:
@@ -269,21 +210,19 @@ class Compressor:
             # Count what is left to send after the sum inside the node.
             if self._hierarchical:
                 dense, peers = dense // self._inner, self._nodes
-            costs.dense = dense * (peers - 1) // peers
+            costs.count(dense * (peers - 1) // peers)
             self.costs.add(costs)
 
-        work = self._launch(run, launch)
-        work.costs = costs
-        return work
+        return self._launch(run, launch, costs)
 
-    def _launch(self, run: Callable[[], None], launch: CollectiveId | None) -> Compressed:
+    def _launch(self, run: Callable[[], None], launch: CollectiveId | None, costs: Costs | None = None) -> WorkList:
         if self._stream is None:
-            return Compressed([self._thread.submit(run)], None, self._watch, launch)
+            return WorkList([self._thread.submit(run)], None, self._watch, launch, costs)
         # The gradients are still being written on the current stream.
         self._stream.wait_stream(accelerator.current_stream(self._device))
         with torch.no_grad(), accelerator.use(self._stream):
             run()
-        return Compressed([_Event(self._device, self._stream)])
+        return WorkList([_Event(self._device, self._stream)], costs=costs)
 
     def _sum(self, flat: Tensor, residual: Tensor, costs: Costs) -> Tensor:
         """This rank's shard (1D fp32) of the sum of decoded gradients."""
@@ -297,8 +236,6 @@ class Compressor:
             blocks = flat.view(nodes, inner, -1).transpose(0, 1).reshape(inner, -1)
             if self._inside is not None:
                 summed = self._exchange(blocks, None, self._inside, self._node, costs)
-                # Bytes inside the node do not count.
-                costs.sent = 0
             else:
                 summed = sum_in_rank_order(_swapped(blocks, self._node).unbind(), torch.float32)
             parts = _rows(summed, nodes)
@@ -313,7 +250,9 @@ class Compressor:
         with costs.coded(self._device):
             total = torch.empty(parts.shape[1], dtype=torch.float32, device=sent.device)
             codec.decode_sum(received.unbind(), total)
-        costs.sent += sent[0].numel() * (len(parts) - 1)
+        # Bytes inside the node do not count.
+        if group is not self._node:
+            costs.count(sent=sent[0].numel() * (len(parts) - 1))
         return total
 
     def _encoded(self, parts: Tensor, residuals: Tensor | None, codec: Codec, group: Group, costs: Costs) -> Tensor:
@@ -353,7 +292,7 @@ class Compressor:
         sums = out if direct else torch.empty(out.numel(), dtype=torch.float32, device=out.device)
         with costs.coded(self._device):
             self._codec.decode_rows(rows, _rows(sums, self._world), factor)
-        costs.sent += mine.numel() * (self._nodes - 1 + (self._inner - 1) * self._nodes)
+        costs.count(sent=mine.numel() * (self._nodes - 1 + (self._inner - 1) * self._nodes))
         return sums
 
     def restart_costs(self) -> None:

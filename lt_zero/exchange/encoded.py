@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from lt_zero.common.codec import Codec
@@ -13,6 +14,7 @@ from lt_zero.core.comm.residuals import Residuals
 from lt_zero.core.comm.shard_group import Operation, ShardGroup
 from lt_zero.core.comm.topology import whole_nodes
 from lt_zero.core.comm.work import CollectiveId, Done, Work
+from lt_zero.core.engine.partition import BucketPlan, GroupFacts
 from lt_zero.exchange.compression import (
     CompressionPlan,
     Compressor,
@@ -21,9 +23,15 @@ from lt_zero.exchange.compression import (
     plan_quantized_sums,
 )
 
+CODED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that codecs take
 _GATHER = Operation("encoded all-gather", "all_gather")
 _REDUCE_SCATTER = Operation("compressed reduction", "reduce_scatter", reduces=True)
 _ALL_REDUCE = Operation("compressed reduction", "all_reduce", reduces=True)
+
+
+def has_codec(bucket: BucketPlan, group: GroupFacts) -> bool:
+    """True if weights and gradients of a bucket can be sent encoded, and there is a rank to send them to."""
+    return bucket.dtype in CODED and not group.alone
 
 
 def all_gather_encoded(group: ShardGroup, flat: Tensor, name: str, codec: Codec, own: Tensor | None = None) -> Work:

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
+import os
+from operator import attrgetter
 from typing import Any
 
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.places import load
 from lt_zero.core.feature import Entry, Feature, registered
+
+_ZERO = "zero_optimization"
+
+
+def _of_zero_plus_plus(key: str, first_stage: int, least: int = 1) -> Entry:
+    """The row of a key of ``zero_optimization`` that asks for ZeRO++ from a stage on, and with a value of ``least``."""
+
+    def is_asked(config: Any) -> bool:
+        zero = config.zero_optimization
+        return bool(zero.stage >= first_stage and getattr(zero, key) >= least)
+
+    return Entry("ZeRO++", "lt_zero.features.zero_plus_plus.feature:ZeroPlusPlus", f"{_ZERO}.{key}", is_asked)
+
 
 _TABLE = (
     Entry(
@@ -14,6 +29,34 @@ _TABLE = (
         place="lt_zero.features.tiles.feature:Tiles",
         key="long_sequences",
         asked=lambda config: config.long_sequences.tiles,
+    ),
+    Entry(
+        name="quantization of frozen weights",
+        place="lt_zero.features.quantize.feature:Quantize",
+        key="quantize",
+        asked=lambda config: config.quantize is not None,
+    ),
+    _of_zero_plus_plus("zero_quantized_weights", 1),
+    _of_zero_plus_plus("zero_quantized_nontrainable_weights", 3),
+    _of_zero_plus_plus("zero_hpz_partition_size", 3, least=2),
+    _of_zero_plus_plus("zero_quantized_gradients", 1),
+    Entry(
+        name="the tolerance of late nodes",
+        place="lt_zero.features.late_nodes.feature:LateNodes",
+        key="communication.slow_node_tolerance",
+        asked=lambda config: config.communication.slow_node_tolerance > 0,
+    ),
+    Entry(
+        name="the exchange of 1-bit optimizers",
+        place="lt_zero.features.one_bit.feature:OneBit",
+        key="optimizer.type",
+        asked=attrgetter("one_bit"),
+    ),
+    Entry(
+        name="gradient compression",
+        place="lt_zero.features.compression.feature:Compression",
+        key="gradient_compression.algorithm",
+        asked=lambda config: config.gradient_compression.algorithm != "none",
     ),
     Entry(
         name="sparse attention",
@@ -27,16 +70,34 @@ _TABLE = (
         key="activation_checkpointing.mode",
         asked=lambda config: config.activation_checkpointing.mode != "none",
     ),
+    Entry(
+        name="the record of a run",
+        place="lt_zero.tools.compare.feature:Record",
+        key="LT_ZERO_RECORD",
+        asked=lambda config: bool(os.environ.get("LT_ZERO_RECORD")),
+    ),
+    Entry(
+        name="the gradient noise scale",
+        place="lt_zero.tools.gradient_noise.feature:Noise",
+        key="gradient_noise_scale",
+        asked=lambda config: config.gradient_noise_scale,
+    ),
 )
 
 
 def features_of(config: Any) -> list[Feature]:
     """The features that a configuration asks for, in the order of the table; those of other packages come last.
 
+    Several keys may ask for one feature, by rows with the same place.
+
     Raises:
         ConfigError: one is not installed; names its key.
     """
-    return [_load(entry)(config) for entry in (*_TABLE, *registered()) if entry.asked(config)]
+    found: dict[str, Feature] = {}
+    for entry in (*_TABLE, *registered()):
+        if entry.place not in found and entry.asked(config):
+            found[entry.place] = load(entry.place, entry.key, entry.name)(config)
+    return list(found.values())
 
 
 def require(key: str) -> None:
@@ -50,7 +111,7 @@ def require(key: str) -> None:
     """
     for entry in _TABLE:
         if entry.key == key:
-            _load(entry)
+            load(entry.place, entry.key, entry.name)
 
 
 def is_installed(key: str) -> bool:
@@ -60,20 +121,3 @@ def is_installed(key: str) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def _load(entry: Entry) -> type[Feature]:
-    """Import the class of a feature; raise ConfigError if it is not installed."""
-    module, _, name = entry.place.partition(":")
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the feature is there, and lacks a library
-        raise ConfigError.about(
-            entry.key,
-            f"{entry.key}: {entry.name} is not installed, there is no module {error.name}. Install lt_zero with it, or "
-            "remove the key.",
-        ) from error
-    loaded: type[Feature] = getattr(found, name)
-    return loaded

@@ -1,13 +1,23 @@
 """Optimizers and learning-rate schedulers, as DeepSpeed's configuration blocks describe them."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from lt_zero.optim.from_config import build_grouped, build_optimizer, build_scheduler, check_optimizer, check_scheduler
 from lt_zero.optim.grouping import param_groups
 from lt_zero.optim.lamb import Lamb
 from lt_zero.optim.lion import Lion
 from lt_zero.optim.muon import Muon, muon_groups
-from lt_zero.optim.onebit import OneBitAdam, OneBitLamb
 from lt_zero.optim.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
-from lt_zero.optim.zero_one import ZeroOneAdam
+
+if TYPE_CHECKING:
+    from lt_zero.features.one_bit.onebit import OneBitAdam, OneBitLamb
+    from lt_zero.features.one_bit.zero_one import ZeroOneAdam
+
+# Those of a feature, which is imported when it is asked for, by their modules.
+_LATER = {"OneBitAdam": "onebit", "OneBitLamb": "onebit", "ZeroOneAdam": "zero_one"}
 
 __all__ = [
     "LRRangeTest",
@@ -29,3 +39,13 @@ __all__ = [
     "muon_groups",
     "param_groups",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"lt_zero.features.one_bit.{_LATER[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

@@ -17,15 +17,14 @@ from torch.optim import Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lt_zero.common.errors import ConfigError, Problem
+from lt_zero.common.places import load
 from lt_zero.core.engine.optimizer_spec import is_known
 from lt_zero.optim.adam import UncorrectedAdam
 from lt_zero.optim.lamb import Lamb
 from lt_zero.optim.lion import Lion
 from lt_zero.optim.muon import NS_METHODS, RATES, Muon
-from lt_zero.optim.onebit import BACKENDS, OneBitAdam, OneBitLamb
 from lt_zero.optim.params import Flag, Signature, choice, nullable, number, only, per_group, problem, several
 from lt_zero.optim.schedules import SCHEDULES
-from lt_zero.optim.zero_one import ZeroOneAdam
 
 
 @dataclass(frozen=True)
@@ -93,25 +92,10 @@ _NOT_OF_MUON: Mapping[str, Any] = {
     "per_head_muon": only(False, _HEADS),
 }
 _NO_AMSGRAD = only(False, "Lamb has no such variant; write false, or remove it")
-_NOT_IN_ONE_BIT = {  # accepted, and without effect
-    name: only(False, "1-bit optimizers have no such variant; write false, or remove it")
-    for name in ("amsgrad", "eps_inside_sqrt")
-}
-_ONE_BIT_RULES: Mapping[str, Any] = {
-    **OPTIMIZER_RULES,
-    "freeze_step": number(1, whole=True, example="23000"),
-    "comm_backend_name": choice(BACKENDS),
-    **dict.fromkeys(("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"), STEPS),
-    "coeff_beta": number(0, 1, high_open=True, example="0.9"),
-    "factor_max": number(0, example="4.0"),
-    "factor_min": number(0, example="0.5"),
-    "factor_threshold": number(0, example="0.1"),
-}
-_ONE_BIT_CLASSES: Mapping[str, type[Optimizer]] = {
-    "onebitadam": OneBitAdam,
-    "onebitlamb": OneBitLamb,
-    "zerooneadam": ZeroOneAdam,
-}
+# Those of features, which may not be installed, by name in lower case: where what returns their factory is.
+_OF_FEATURES: Mapping[str, str] = dict.fromkeys(
+    ("onebitadam", "onebitlamb", "zerooneadam"), "lt_zero.features.one_bit.factories:factory_of"
+)
 UNSUPPORTED: Mapping[str, str] = {  # by name in lower case
     "muadam": "Use AdamW, and scale the learning rate of each parameter group as mup does.",
     "muadamw": "Use AdamW, and scale the learning rate of each parameter group as mup does.",
@@ -200,13 +184,13 @@ def _own(name: str) -> Factory | None:
         return Factory(Signature.of(Lion, OPTIMIZER_RULES).plus(extra), _lion)
     if low == "adagrad":
         own = Signature.of(Adagrad, OPTIMIZER_RULES).plus({"fp32_optimizer_states": _FP32})
-        return Factory(own, partial(_without, Adagrad, _ADAM))
+        return Factory(own, partial(without, Adagrad, _ADAM))
     if low in ("lamb", "fusedlamb"):
         own = Signature.of(Lamb, OPTIMIZER_RULES).plus({"amsgrad": _NO_AMSGRAD})
-        return Factory(own, partial(_without, Lamb, ("amsgrad",)))
-    if (one_bit := _ONE_BIT_CLASSES.get(low)) is not None:
-        own = Signature.of(one_bit, _ONE_BIT_RULES).plus(_NOT_IN_ONE_BIT)
-        return Factory(own, partial(_without, one_bit, _NOT_IN_ONE_BIT))
+        return Factory(own, partial(without, Lamb, ("amsgrad",)))
+    if (place := _OF_FEATURES.get(low)) is not None:
+        made: Factory = load(place, "optimizer.type", f"the optimizer {name}")(low)
+        return made
     if low == "muon":
         own = Signature.of(Muon, _MUON_RULES).plus({**_NOT_OF_MUON, "lr": RATE})
         return Factory(own, _muon, ungrouped=_HALVES)
@@ -235,10 +219,10 @@ def _on_plateau() -> Factory:
     """``ReduceLROnPlateau`` with the argument ``monitor``, which Lightning reads and the scheduler does not know."""
     signature = Signature.of(ReduceLROnPlateau, SCHEDULER_RULES).plus({"monitor": _METRIC})
     signature = replace(signature, required=signature.required | {"monitor"})
-    return Factory(signature, partial(_without, ReduceLROnPlateau, ("monitor",)))
+    return Factory(signature, partial(without, ReduceLROnPlateau, ("monitor",)))
 
 
-def _without(cls: Callable[..., Any], others: Collection[str], target: Any, values: dict[str, Any]) -> Any:
+def without(cls: Callable[..., Any], others: Collection[str], target: Any, values: dict[str, Any]) -> Any:
     """An object of ``cls``, whose constructor does not have the arguments ``others``."""
     return cls(target, **{key: value for key, value in values.items() if key not in others})
 
@@ -294,7 +278,7 @@ def _from_class(block: str, cls: type) -> Factory:
     except (ValueError, TypeError) as error:
         text = "Its constructor has no readable signature. Build it in configure_optimizers."
         raise _wrong(block, cls.__qualname__, text) from error
-    return Factory(signature, partial(_without, cls, ()), is_known(cls))
+    return Factory(signature, partial(without, cls, ()), is_known(cls))
 
 
 def _imported(path: str) -> type:

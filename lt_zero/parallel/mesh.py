@@ -42,6 +42,7 @@ from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import SequenceParallel
 from lt_zero.config.options import group_options
+from lt_zero.core.ask import configure_group
 from lt_zero.core.comm.layer_ranks import TokenRanks
 from lt_zero.core.comm.part_ranks import PartRanks
 from lt_zero.core.comm.process_groups import one_queue
@@ -51,7 +52,7 @@ from lt_zero.core.comm.stage_ranks import StageRanks
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.same_on_ranks import Snapshot, compare, described, model_facts
-from lt_zero.exchange.choose import configure_group
+from lt_zero.features import features_of
 from lt_zero.parallel.buffers import make_plain
 from lt_zero.parallel.built_sharded import cut_sharded
 from lt_zero.parallel.experts import AXIS, SIZE, cut_experts, is_of_experts
@@ -363,10 +364,10 @@ class ParallelMesh:
             self._share(set(pipeline.shared.values()) if pipeline is not None else set())
         # ``configure`` is collective, so all ranks call it for every group, whatever parameters they have in it.
         of_experts = self._experts.same if self._experts is not None else None
-        options = group_options(config)
+        options, features = group_options(config), features_of(config)
         for each in (group, self.peers, self._cut, of_experts, *self._shared.values()):
             if each is not None:
-                configure_group(each, options)
+                configure_group(each, options, features)
         if self._meshes:
             first = None
             given["specs"] = localize(module, self._meshes)

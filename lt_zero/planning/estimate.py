@@ -28,11 +28,13 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.config.options import engine_options, with_sizes
 from lt_zero.config.precision import MODES, dtype_policy, resolve_mode
+from lt_zero.core.ask import adapted
 from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.partition import EnginePlan, GroupFacts, plan_engine
 from lt_zero.core.engine.storage_plan import DEVICE, HOST, NVME
 from lt_zero.core.step.fused_step import FusedStep
 from lt_zero.core.step.supported_optimizers import states_by_group
+from lt_zero.features import features_of
 from lt_zero.parallel import experts
 from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.parallel.pipeline.layers import pipeline_of
@@ -192,7 +194,8 @@ def _planned(
     sizes, stacks = ({named[s.name]: s.local_box.numel for s in found} for found in (specs, of_experts))
     others, wide = groups.of_parameters(module, sizes, stacks, module is stage.model)
     every, shards = [*specs, *of_experts], groups.of_stage.mesh.shards
-    plan = plan_engine(module, engine_options(config, policy), shards, every, others, {**sizes, **stacks}, wide=wide)
+    options = adapted(engine_options(config, policy), features_of(config))
+    plan = plan_engine(module, options, shards, every, others, {**sizes, **stacks}, wide=wide)
     return plan, config, policy, setup
 
 
@@ -292,6 +295,8 @@ def states_of(optimizer: str | float | Optimizer) -> tuple[float, str]:
         every = {**vars(optim), **vars(torch.optim)}
         classes: dict[str, Any] = {n.lower(): c for n, c in every.items() if inspect.isclass(c)}
         known = {n: c for n, c in classes.items() if issubclass(c, Optimizer) and c is not Optimizer}
+        # Those of features are imported when they are asked for.
+        known |= {n.lower(): partial(_made, n) for n in dir(optim) if n not in vars(optim)}
         known["momentum"] = partial(torch.optim.SGD, momentum=0.9)
         if name not in known:
             raise ValueError(
@@ -309,6 +314,12 @@ def states_of(optimizer: str | float | Optimizer) -> tuple[float, str]:
     sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
     mean = sum(count * size for count, size in zip(counts, sizes, strict=True)) / max(1, sum(sizes))
     return mean if any(sizes) else max(counts, default=0), FusedStep.operation_of(optimizer)
+
+
+def _made(name: str, parameters: list[Parameter]) -> Optimizer:
+    """An optimizer of ``lt_zero.optim``."""
+    made: Optimizer = getattr(optim, name)(parameters)
+    return made
 
 
 class Setting(NamedTuple):

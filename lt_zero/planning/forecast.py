@@ -22,7 +22,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -35,9 +34,11 @@ from lt_zero.common.moment_form import MomentForm, PlainMoments
 from lt_zero.common.tables import bytes_cell, show
 from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
-from lt_zero.config.options import engine_options, exchange_options
+from lt_zero.config.options import engine_options
+from lt_zero.core import ask
 from lt_zero.core.engine.bucket import Live
 from lt_zero.core.engine.dtypes import DtypePolicy
+from lt_zero.core.engine.exchange_plan import ExchangePlan
 from lt_zero.core.engine.gather import Residency
 from lt_zero.core.engine.grad_reducer import IN_FLIGHT
 from lt_zero.core.engine.options import EngineOptions
@@ -46,7 +47,7 @@ from lt_zero.core.engine.storage_plan import DEVICE, HOST, NVME, StoragePlan, la
 from lt_zero.core.stores.checked_file import RING_BUFFER
 from lt_zero.core.stores.pinned import rounded
 from lt_zero.core.stores.store import record_nbytes
-from lt_zero.exchange.plan import ExchangeKind, ExchangePlan, plan_codecs, plan_exchange
+from lt_zero.features import features_of
 from lt_zero.planning.communicators import NBYTES
 from lt_zero.planning.setup import Setup
 
@@ -83,9 +84,10 @@ def planned(
     plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup
 ) -> tuple[EngineOptions, ExchangePlan, dict[BucketPlan, StoragePlan]]:
     """The options and plans from which ``build`` makes an engine: the exchange, and a rank's storage by bucket."""
-    options = engine_options(config, policy)
-    exchange = plan_exchange(exchange_options(config), plan, policy.check_overflow, setup.group)
-    codecs = partial(plan_codecs, exchange, options.resting, setup.training)
+    features = features_of(config)
+    options = ask.adapted(engine_options(config, policy), features, setup.training)
+    exchange = ask.plan_exchange(features, plan, policy.check_overflow, setup.group)
+    codecs = ask.codecs_by(features, exchange, setup.training)
     return options, exchange, plan_storage(plan, options, setup.group, setup.device != "cpu", codecs, setup.training)
 
 
@@ -228,11 +230,9 @@ class _Sums:
         self.rows, self.moment_numels = list(self.table.values()), _moment_numels(self.table)
         shards, size = setup.group.mesh.shards, setup.group.size
         layouts = ((row, bucket.layout_in(shards, size)) for bucket, row in self.table.items())
-        self.residual = sum(self.exchange.kept_numel(row, layout) for row, layout in layouts)  # elements in fp32
+        self.residual = sum(self.exchange.kept_nbytes(row, layout) for row, layout in layouts)
         self.trained = [row for row in self.rows if row.trains]
         self.stored = [row for row in self.trained if row.states == NVME]  # in files between steps
-        self.momenta = self.exchange.kind is ExchangeKind.MOMENTA  # averaged in the step (compressed_momentum.py)
-        self.copied = [row for row in self.trained if self.exchange.copies_momenta(row)]
         self.memory = DEVICE if setup.device == "cpu" else HOST  # the place that files are read into
 
     def _file(self, kind: str, dtype: torch.dtype, codec: Codec | None = None) -> int:
@@ -309,19 +309,12 @@ class _Sums:
         return total
 
     def residuals(self) -> list[Part]:
-        """Residuals of compressed reductions (``ErrorFeedback``), and full momenta (``MomentumFeedback``)."""
-        full, kept = sum(row.numel for row in self.copied), self.residual * torch.float32.itemsize
-        return [(DEVICE, RESIDUALS, kept + full * (torch.float32.itemsize + torch.bool.itemsize))]
+        """Bytes that the exchange keeps from step to step, such as residuals."""
+        return [(DEVICE, RESIDUALS, self.residual)]
 
     def exchanging(self) -> list[Part]:
-        """Buffers of a step of a 1-bit optimizer: the next full momenta, bytes to send and bytes received."""
-        largest = sorted((row.numel for row in self.trained if row.codecs.reductions is not None), reverse=True)
-        buffers = 0
-        if self.momenta:
-            buffers = 2 * sum(largest[:IN_FLIGHT])
-        elif self.exchange.kind is ExchangeKind.LOCAL_STEPS:
-            buffers = 3 * max(largest, default=0)
-        return [(DEVICE, STEP, (sum(row.numel for row in self.copied) + buffers) * torch.float32.itemsize)]
+        """Buffers of an exchange in a step."""
+        return [(DEVICE, STEP, self.exchange.step_nbytes(self.trained))]
 
     def second_copies(self) -> list[Part]:
         """Copies of all parameters on the ranks of a node (``zero_hpz_partition_size``)."""
@@ -331,7 +324,7 @@ class _Sums:
     @property
     def accumulates(self) -> bool:
         """True if gradients wait for their reduction; the same on all ranks, whose phases are compared."""
-        return self.setup.accumulates or self.momenta
+        return self.setup.accumulates or self.exchange.waits_for_step
 
     def local(self) -> list[Part]:
         """Gradients of an accumulation window before they are reduced (``GradAccumulator.local``)."""
@@ -398,7 +391,8 @@ class _Sums:
 
     def encoding(self) -> list[Part]:
         """Codes and sums of one reduction in backward: ``Compressor`` runs them one after the other."""
-        sent = [(row, row.codecs.reductions, row.send) for row in self.trained if not self.momenta]
+        coded = self.trained if not self.exchange.waits_for_step else []
+        sent = [(row, row.codecs.reductions, row.send) for row in coded]
         codes = [
             plan.scratch_nbytes(row.numel, dtype.itemsize)
             for row, plan, dtype in sent
@@ -420,7 +414,7 @@ class _Sums:
         return [*total, (self.memory, OFFLOAD, sum(files[-IN_FLIGHT:]) + sum(written)), *self.stepping(early)]
 
     def stepping(self, trained: Sequence[StoragePlan]) -> list[Part]:
-        """Buckets in memory for a step: read from files, or fp32 copies (step/, Note [Staged buckets])."""
+        """Buckets in memory for a step: read from files, or fp32 copies (core/step/, Note [Staged buckets])."""
         optim, sizes = self.zero.offload_optimizer, list[int]()
         for row in trained:
             if row.states == NVME:  # what is read, and the weights that are written to another file

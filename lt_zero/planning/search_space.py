@@ -17,10 +17,11 @@ from lt_zero.config.blocks import ActivationCheckpointing, PipelineParallel, Zer
 from lt_zero.config.document import MISSING, Document, leaves
 from lt_zero.config.load import examine, plain, resolved
 from lt_zero.config.options import engine_options
+from lt_zero.core.ask import adapted
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.partition import EnginePlan, plan_engine
 from lt_zero.core.engine.storage_plan import DEVICE, HOST
-from lt_zero.features import require
+from lt_zero.features import features_of, require
 from lt_zero.parallel.pipeline.layers import pipelines_in
 from lt_zero.parallel.pipeline.schedules import in_flight
 from lt_zero.planning.check import setup_of
@@ -310,7 +311,7 @@ def _planned(engine: Engine, config: ZeroConfig) -> tuple[EnginePlan, PlannedGro
     wide = {parameter for bucket in engine.plan.buckets if bucket.is_wide for _, parameter in bucket.parameters}
     everyone = groups[engine.groups[0]]
     shards, specs = everyone.mesh.shards, engine.plan.parts
-    options = engine_options(config, engine.policy)
+    options = adapted(engine_options(config, engine.policy), features_of(config))
     return plan_engine(engine.root, options, shards, specs, of, sizes, wide=wide), everyone
 
 

@@ -19,10 +19,10 @@ from lt_zero.core.comm.hierarchy import axis_groups
 from lt_zero.core.comm.topology import choose
 from lt_zero.core.comm.transport import Mesh
 from lt_zero.core.engine.dtypes import DtypePolicy
+from lt_zero.core.engine.exchange_plan import ExchangePlan
 from lt_zero.core.engine.gather import Residency
 from lt_zero.core.engine.partition import EnginePlan, GroupFacts
 from lt_zero.core.engine.storage_plan import StoragePlan
-from lt_zero.exchange.plan import ExchangePlan
 from lt_zero.planning.forecast import planned
 from lt_zero.planning.setup import Setup
 

@@ -10,9 +10,8 @@ import logging
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
@@ -32,9 +31,9 @@ from lt_zero.common.module_hooks import is_compiled_by_jit, no_hook
 from lt_zero.common.names import alone
 from lt_zero.common.progress_bar import ProgressBar, progress_bar
 from lt_zero.config import ZeroConfig
-from lt_zero.config.options import communication_options, engine_options, exchange_options, group_options, with_sizes
+from lt_zero.config.options import communication_options, engine_options, group_options, with_sizes
 from lt_zero.config.precision import dtype_policy, resolve_mode
-from lt_zero.config.rules import one_bit
+from lt_zero.core import ask
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.bucket import Bucket
@@ -54,7 +53,6 @@ from lt_zero.core.engine.partition import (
     BucketPlan,
     EnginePlan,
     plan_engine,
-    warn_of_blocks,
     warn_of_padding,
     warn_of_wide_moments,
 )
@@ -62,10 +60,9 @@ from lt_zero.core.engine.parts import Parts, Unjoined
 from lt_zero.core.engine.same_on_ranks import Snapshot, compare, compare_models
 from lt_zero.core.engine.storage_plan import plan_storage
 from lt_zero.core.engine.weight_rounding import NEAREST, WeightRounding
-from lt_zero.core.feature import Follower, Undo, follow
+from lt_zero.core.feature import Feature, Run, Undo
+from lt_zero.core.followers import Follower, follow
 from lt_zero.core.stores.pinned import return_freed_memory
-from lt_zero.exchange.choose import configure_group, exchange_of, gathers_of
-from lt_zero.exchange.plan import plan_codecs, plan_exchange
 from lt_zero.features import features_of
 from lt_zero.kernels.library import missing
 from lt_zero.kernels.rounding import RoundStochastic
@@ -94,6 +91,7 @@ def shard(
     specs: Iterable[ParamSpec] = (),
     group_of: Callable[[str, nn.Parameter], ShardGroup] | None = None,
     parts: Parts | None = None,
+    ready: bool = True,
 ) -> Engine:
     """Shard ``module`` in place over all ranks of the default process group.
 
@@ -113,6 +111,7 @@ def shard(
             The same on all ranks of ``group``. It may have others: see grad_reducer.py, Note [Wide buckets].
         parts: of parameters that have the shape of the whole tensor although this rank has a part; default: the shape
             of each is that of its spec, and what needs whole tensors in memory is refused.
+        ready: False: the weights come later, and then the caller lets its features follow the engine.
 
     Raises:
         ValueError: a parameter is sharded already; or a pattern of ``fp16_override_modules`` matches nothing; or
@@ -138,7 +137,10 @@ def shard(
     group.world.advise(remedy)
     # Inside, files are read and the user's modules initialised: an error of one rank is raised on all.
     with group.world.together("lt_zero.shard"):
-        return _shard(module, config, device, policy, group, training, saved, specs, group_of, parts or Unjoined())
+        engine = _shard(module, config, device, policy, group, training, saved, specs, group_of, parts or Unjoined())
+        if ready and training:
+            follow(engine, Run())
+    return engine
 
 
 def _shard(
@@ -155,22 +157,19 @@ def _shard(
 ) -> Engine:
     """Plan the buckets of ``module``, check that they fit, and build the engine."""
     policy = policy or dtype_policy(config, resolve_mode(config, "32-true"))
-    if config.quantize is not None and not training:
-        # No wider values are kept beside the codes.
-        policy = replace(policy, low_master=True)
-    options = engine_options(config, policy)
     features = features_of(config)
+    options = ask.adapted(engine_options(config, policy), features, training)
+    policy = options.dtypes
     groups = _groups_of(module, options, group, group_of)
     apart = [p for p in module.parameters() if groups.get(p, group).size < group.size]
     wide = {p for p, of in groups.items() if not set(of.ranks) <= set(group.ranks)}
     compare_models(group, module, policy, apart)
     sizes = _most_elements(module, group, apart)
     _check_kernels(config, device, group.world)
-    _check_late_gradients(config, policy)
     distinct = list(dict.fromkeys([group, *groups.values()]))
-    _check_groups(config, distinct)
+    _check_groups(features, distinct)
     for each in distinct:
-        configure_group(each, group_options(config))
+        ask.configure_group(each, group_options(config), features)
     # Parameters that are sharded already have guards, which would intercept each access.
     with ExitStack() as undo, ExitStack() as undo_at_error, without_torch_function():
         for feature in features:
@@ -182,12 +181,10 @@ def _shard(
         _check_whole(plan)
         _check_hooks(plan)
         _refuse_coded_modules(module)
-        if training:
-            _check_quantized(plan, config)
+        for feature in features:
+            feature.check(plan, options, group, training)
         if group.world.rank == 0:
             warn_of_padding(plan, options, group.mesh.shards)
-            if config.quantize is not None:
-                warn_of_blocks(plan, config.quantize)
             if training and options.moments is not None:
                 warn_of_wide_moments(plan, options.moments)
         check_build(plan, config, policy, group, training)
@@ -197,11 +194,9 @@ def _shard(
             undo.callback(compile_blocks(module, config.compile.backend, config.compile.kwargs, group).remove)
         installed = undo.pop_all()
         undo_at_error.pop_all()
-    engine = _build(module, device, plan, config, options, group, groups, training, saved, parts)
+    engine = _build(module, device, plan, config, features, options, group, groups, training, saved, parts)
     engine.handles.append(Undo(installed))
     engine.handles.extend(map(Follower, features))
-    if training:
-        follow(engine)
     return engine
 
 
@@ -223,6 +218,7 @@ def _build(
     device: torch.device,
     plan: EnginePlan,
     config: ZeroConfig,
+    features: Sequence[Feature],
     options: EngineOptions,
     group: ShardGroup,
     groups: Mapping[nn.Parameter, ShardGroup],
@@ -239,13 +235,16 @@ def _build(
     materializer, world = Materializer(module, device, saved, parts), group.world
     of_bucket = {bucket: groups.get(bucket.parameters[0][1], group) for bucket in plan.buckets}
     policy = options.dtypes
-    planned = plan_exchange(exchange_options(config), plan, policy.check_overflow, group)
-    codecs = partial(plan_codecs, planned, options.resting, training)
+    planned = ask.plan_exchange(features, plan, policy.check_overflow, group)
+    codecs = ask.codecs_by(features, planned, training)
     rounding = _rounding_of(policy, world)
     storage = plan_storage(plan, options, group, is_apart(device), codecs, training, rounding)
-    exchange = exchange_of(planned, plan, group, of_bucket.values())
+    exchange = planned.make(group, of_bucket.values())
     shared = owner, deque[Bucket]()
-    made = {b: Bucket(b, storage[b], its, gathers_of(storage[b], its), *shared) for b, its in of_bucket.items()}
+    made = {}
+    for bucket, its in of_bucket.items():
+        gathers = ask.gathers_of(features, storage[bucket], its)
+        made[bucket] = Bucket(bucket, storage[bucket], its, gathers, *shared)
     offload_manager = open_offload(world, list(made.values()), options, device)
     with progress_bar(f"Sharding {len(plan.units)} units ({len(made)} buckets)", len(made), rank=world.rank) as work:
         units, root = _move_in(plan, made, materializer, work)
@@ -298,19 +297,6 @@ def _check_specs(module: nn.Module, specs: Iterable[ParamSpec]) -> None:
                 f"specs: {spec.name!r} has the shape {tuple(parameter.data.shape)}, and its box {spec.local_box}"
                 f" of {spec.global_shape} has {spec.shape}. Give the box that the parameter is."
             )
-
-
-def _check_quantized(plan: EnginePlan, config: ZeroConfig) -> None:
-    """Raise ConfigError if weights are to rest in few bits, and all that could are trained or not sharded."""
-    if config.quantize is None or any(bucket.sharding.params and not bucket.trains for bucket in plan.buckets):
-        return
-    zero, name = config.zero_optimization, type(plan.root).__name__
-    why = f"{name} has no frozen parameter of at least {zero.stage3_param_persistence_threshold} elements"
-    remedy = "Freeze weights (requires_grad_(False)), lower zero_optimization.stage3_param_persistence_threshold"
-    if zero.stage < 3:
-        why, remedy = f"parameters are not sharded at stage {zero.stage}", "Set zero_optimization.stage=3"
-    text = f"quantize={config.quantize} lets frozen parameters rest in {config.quantize} bits if they are sharded, and"
-    raise ConfigError.about("quantize", f"{text} {why}. {remedy}, or remove the key.")
 
 
 _CODED_PARAMETERS = {  # libraries whose parameters hold codes, not values, by the first part of their modules' names
@@ -464,27 +450,14 @@ def _most_elements(module: nn.Module, peers: ShardGroup, apart: Collection[nn.Pa
     return {p: count for p, count in zip(module.parameters(), most.tolist(), strict=True) if p in differ}
 
 
-def _check_groups(config: ZeroConfig, groups: list[ShardGroup]) -> None:
+def _check_groups(features: Sequence[Feature], groups: list[ShardGroup]) -> None:
     """Raise ConfigError for what is done in one group only."""
     if not has_groups(groups):
         return
-    asked = {
-        "communication.slow_node_tolerance": bool(config.communication.slow_node_tolerance),
-        "gradient_compression.algorithm": config.gradient_compression.algorithm != "none",
-        "optimizer.type": bool(one_bit(config)),
-    }
-    for key in (key for key, wanted in asked.items() if wanted):
+    for key in (feature.needs_one_model for feature in features if feature.needs_one_model):
         number = len(groups) if len(groups) > 1 else groups[0].world.size // groups[0].size
         text = f"{key}: this needs the same parameters on all ranks, and these are sharded over {number} groups"
         raise ConfigError([Problem(key, f"{text}. Remove the key.")])
-
-
-def _check_late_gradients(config: ZeroConfig, policy: DtypePolicy) -> None:
-    """Raise ConfigError if gradients of different loss scales could be added."""
-    share, key = config.communication.slow_node_tolerance, "communication.slow_node_tolerance"
-    if share and policy.compute == torch.float16:
-        text = f"{key}={share} adds late gradients to those of a later step, whose loss scale differs in fp16"
-        raise ConfigError([Problem(key, f"{text}. Train in bf16 or fp32, or remove the key.")])
 
 
 def _check_kernels(config: ZeroConfig, device: torch.device, world: World) -> None:

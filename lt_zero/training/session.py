@@ -22,6 +22,7 @@ from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face, check_same, tell_without_effect
 from lt_zero.config.options import communication_options, group_options
+from lt_zero.core.ask import configure_group
 from lt_zero.core.comm.ranks import NewLog
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
@@ -29,12 +30,14 @@ from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.full_params import sync_buffers
 from lt_zero.core.engine.same_on_ranks import compare_models
+from lt_zero.core.feature import Feature, Run
+from lt_zero.core.followers import follow
 from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.core.step.param_groups import compare_optimizers, compare_options
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.core.step.skipped_steps import hold_schedule
 from lt_zero.core.step.supported_optimizers import states_per_element
-from lt_zero.exchange.choose import configure_group
+from lt_zero.features import features_of
 from lt_zero.parallel.batches import check_same_batch
 from lt_zero.parallel.mesh import DeviceMesh, ParallelMesh, mesh_of
 from lt_zero.parallel.pipeline import position
@@ -45,7 +48,6 @@ from lt_zero.parallel.sequence.ranks import current, use
 from lt_zero.parallel.sequence.run import SequenceRun
 from lt_zero.planning.check import check_optimizers
 from lt_zero.planning.trial import FOLDER, Trial
-from lt_zero.tools.compare.recorder import record
 from lt_zero.training.build import built_by, shard
 from lt_zero.training.checkpoints import Saver, Saving
 
@@ -173,7 +175,7 @@ class Session:
             group = ShardGroup.of_all(world)
             check_same(config, world.host_gather)
             tell_without_effect(config, self.face, world.rank)
-            configure_group(group, group_options(config))
+            configure_group(group, group_options(config), features_of(config))
             self.mesh, self.known = mesh_of(config, world), group
             if self.mesh is not None:
                 self.mesh.share_generators()
@@ -231,7 +233,7 @@ class Session:
         if self.mesh is not None:
             how["saved"] = self.mesh.cut(module, config)
             how |= self.mesh.arguments(module, self.group, config)
-        engine = shard(module, config, device, policy, training=training, **how)
+        engine = shard(module, config, device, policy, training=training, ready=False, **how)
         if self.mesh is not None:
             self.mesh.watch(engine)
             checks = self.sequences.watch(engine) if self.sequences is not None else None
@@ -245,9 +247,15 @@ class Session:
         if training and self.world.rank == 0:
             warn_of_caches(module)
         if training:
-            record(engine, len(self._engines), config, self.mesh.sizes.of_data_rank if self.mesh is not None else 1)
+            self.follow(engine)
         self._engines.append(weakref.ref(engine))
         return engine
+
+    def follow(self, engine: Engine) -> list[Feature]:
+        """Let features follow an engine that is ready to train; returns those that did not already. Collective."""
+        numbers = (number for number, known in enumerate(self._engines) if known() is engine)
+        together = self.mesh.sizes.of_data_rank if self.mesh is not None else 1
+        return follow(engine, Run(next(numbers, len(self._engines)), together, in_parts=self.mesh is not None))
 
     def adopt(self, module: nn.Module) -> None:
         """Go on with a module that was built in an earlier run."""
@@ -290,6 +298,7 @@ class Session:
         steps = _step_anywhere(given, engine)
         if not given:
             return
+        self.follow(engine)  # one that was built for an evaluation trains from here on
         for optimizer, here in zip(given, steps, strict=True):
             if not leave_others or self.loss_scale.checks or here:
                 self._shard_optimizer(engine, optimizer)

@@ -19,6 +19,7 @@ from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.plain import MISSING
 from lt_zero.core.engine.lazy_tensor import LazyTensor
 from tests.support.checkpoint_tools import SHARDED, error_of, everything, resume, same, train
+from tests.support.features import needs
 from tests.support.lightning_tools import FULL, GPT, sharded_trainer, weights
 from tests.support.matrix import only
 from tests.support.pool import Pool
@@ -199,6 +200,7 @@ def _new_names(folder: str) -> None:
     assert "only in the model: heat" in text
 
 
+@needs("ema")
 def test_optimizer_states_follow_renamed_weights(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _new_names, str(tmp_path))
 

@@ -17,6 +17,7 @@ from torch import Tensor
 import lt_zero
 from tests.support import parallel_module, pipeline_module
 from tests.support.checkpoint_tools import SHARDED
+from tests.support.features import needs
 from tests.support.golden import compare, only_pinned
 from tests.support.lightning_tools import GPT, sharded_trainer
 from tests.support.pool import Pool
@@ -76,6 +77,7 @@ def _outline(path: str, value: Any) -> Iterator[str]:
         yield f"{path}: {type(value).__name__}"
 
 
+@needs("ema")
 @only_pinned("torch", "lightning")
 def test_what_is_saved_is_in_the_golden_file(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _save, str(tmp_path))

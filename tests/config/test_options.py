@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from lt_zero import ZeroConfig
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.options import (
     communication_options,
     engine_options,
-    exchange_options,
     group_options,
     io_options,
     recorded_collectives,
@@ -24,9 +22,6 @@ from lt_zero.config.options import (
 from lt_zero.config.precision import dtype_policy
 from lt_zero.core.comm.options import CommunicationOptions, RecordedCollectives
 from lt_zero.core.engine.options import EngineOptions
-from lt_zero.exchange.plan import MOMENTA, SIGNS, ExchangeKind
-from lt_zero.features.quantize.nf4 import NF4
-from lt_zero.kernels.codecs import INT8, TWO_BITS, TopK
 from lt_zero.kernels.moments import moments_in
 
 pytestmark = pytest.mark.filterwarnings("ignore::lt_zero.config.load.ConfigWarning")
@@ -95,18 +90,15 @@ FIELDS: dict[str, tuple[dict[str, Any], Any]] = {
     "files.checksum": ({"aio": {"checksum": True}}, True),
     "moments": ({"optimizer_states": {"dtype": "bf16"}}, moments_in(torch.bfloat16)),
     "predivides": ({"gradient_predivide_factor": 4}, True),
-    "resting": (_zero(stage=3) | {"quantize": 4}, NF4),
 }
-# Those that are functions, or objects with tests of their own.
-APART = {"dtypes", "sent_dense"}
+# Those with tests of their own, and those that features set.
+APART = {"dtypes", "resting", "sent_dense"}
 OF_GROUPS: dict[str, tuple[dict[str, Any], Any]] = {
     "topology": ({"communication": {"topology": 2}}, 2),
     "scatters": (_zero(reduce_scatter=False), False),
-    "shards_optimizer": (_zero(stage=1), True),
     "sums_gradients": ({"gradient_allreduce_op": "sum"}, True),
     "prescales": ({"prescale_gradients": True}, True),
     "predivide_factor": ({"gradient_predivide_factor": 4}, 4.0),
-    "late_share": ({"communication": {"slow_node_tolerance": 0.25}}, 0.25),
     "steps_beside_forward": (_states(overlap_step=True), True),
 }
 
@@ -131,7 +123,7 @@ def test_each_option_is_that_of_its_key() -> None:
 
 def test_each_option_of_a_group_is_that_of_its_key() -> None:
     defaults = dict(_values(group_options(ZeroConfig())))
-    assert defaults.keys() == OF_GROUPS.keys() | {"shards", "secondary_shards"}
+    assert defaults.keys() == OF_GROUPS.keys() | {"shards"}
     for name, (keys, value) in OF_GROUPS.items():
         assert defaults[name] != value, name
         assert dict(_values(group_options(ZeroConfig.of(keys))))[name] == value, name
@@ -172,8 +164,6 @@ def test_shards_of_groups() -> None:
     assert options.shards(6) == 2
     with pytest.raises(ConfigError, match="mics_shard_size=2 does not divide the 5 ranks"):
         options.shards(5)
-    second = group_options(ZeroConfig.of(_zero(stage=3, zero_hpz_partition_size=2)))
-    assert second.secondary_shards(4) == 2
 
 
 def test_prescaling_comes_before_a_factor() -> None:
@@ -181,94 +171,3 @@ def test_prescaling_comes_before_a_factor() -> None:
     assert group_options(ZeroConfig.of(factor)).predivides
     assert not group_options(ZeroConfig.of(factor | {"prescale_gradients": True})).predivides
     assert not group_options(ZeroConfig()).predivides
-
-
-def test_weights_rest_in_the_codec_of_their_bits() -> None:
-    assert _engine({"quantize": 8}).resting is INT8
-
-
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(3, 2)
-        self.head = nn.Linear(2, 3)
-
-
-ONE_BIT = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}}
-
-
-@pytest.mark.parametrize(
-    ("keys", "names"),
-    [
-        ({}, None),
-        ({"gradient_compression": {"algorithm": "topk"}}, set()),
-        ({"gradient_compression": {"algorithm": "1bit"}}, {"table.weight", "head.bias"}),
-        ({"gradient_compression": {"algorithm": "topk", "exclude": ["head"]}}, {"head.weight", "head.bias"}),
-        (ONE_BIT, set()),
-    ],
-)
-def test_parameters_that_are_sent_as_they_are(keys: dict[str, Any], names: set[str] | None) -> None:
-    net = _Net()
-    found = _engine(keys).sent_dense
-    mine = None if found is None else {name for name, p in net.named_parameters() if p in found(net)}
-    assert mine == names
-
-
-def test_a_pattern_that_matches_nothing() -> None:
-    found = _engine({"gradient_compression": {"algorithm": "topk", "exclude": ["haed"]}}).sent_dense
-    assert found is not None
-    with pytest.raises(ConfigError, match="'haed': no class, module or parameter matches it"):
-        found(_Net())
-
-
-@pytest.mark.parametrize(
-    ("keys", "kind", "codec", "hierarchical", "interval"),
-    [
-        ({}, ExchangeKind.PLAIN, None, False, 1),
-        ({"communication": {"slow_node_tolerance": 0.5}}, ExchangeKind.TOLERANT, None, False, 1),
-        (_zero(stage=1, zero_quantized_gradients=True), ExchangeKind.QUANTIZED, None, False, 1),
-        (_zero(stage=0, zero_quantized_gradients=True), ExchangeKind.PLAIN, None, False, 1),
-        (
-            {"gradient_compression": {"algorithm": "1bit", "hierarchical_compress": True}},
-            *(ExchangeKind.COMPRESSED, SIGNS, True, 1),
-        ),
-        ({"gradient_compression": {"algorithm": "2bit"}}, ExchangeKind.COMPRESSED, TWO_BITS, False, 1),
-        (
-            {"gradient_compression": {"algorithm": "topk", "topk_ratio": 0.1, "huffman_coding": True}},
-            *(ExchangeKind.COMPRESSED, TopK(0.1, torch.bfloat16, True), False, 1),
-        ),
-        (ONE_BIT, ExchangeKind.MOMENTA, MOMENTA, False, 1),
-        ({"optimizer": {"type": "ZeroOneAdam"}}, ExchangeKind.LOCAL_STEPS, MOMENTA, False, 16),
-        (
-            {"optimizer": {"type": "ZeroOneAdam", "params": {"local_step_clipper": 8}}},
-            *(ExchangeKind.LOCAL_STEPS, MOMENTA, False, 8),
-        ),
-    ],
-)
-def test_the_exchange_that_is_asked_for(
-    keys: dict[str, Any], kind: ExchangeKind, codec: Any, hierarchical: bool, interval: int
-) -> None:
-    found = exchange_options(ZeroConfig.of(keys))
-    assert (found.kind, found.codec, found.hierarchical, found.interval) == (kind, codec, hierarchical, interval)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize(
-    ("key", "gathers", "frozen", "updates"),
-    [
-        ("zero_quantized_weights", True, True, True),
-        ("zero_quantized_nontrainable_weights", False, True, False),
-        ("", False, False, False),
-    ],
-)
-def test_weights_that_are_gathered_in_fewer_bits(
-    stage: int, key: str, gathers: bool, frozen: bool, updates: bool
-) -> None:
-    found = exchange_options(ZeroConfig.of(_zero(stage=stage, **({key: True} if key else {}))))
-    assert (found.quantizes_gathers, found.quantizes_frozen) == (gathers, frozen)
-    assert found.quantizes_updates is (updates and stage < 3)
-
-
-def test_steps_before_compression() -> None:
-    block = {"algorithm": "topk", "warmup_steps": 3}
-    assert exchange_options(ZeroConfig.of({"gradient_compression": block})).warmup_steps == 3

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import lt_zero
 from tests.conformance.faces import FACES, GAS, Face, Plain, Settings, adamw, close, plain_sgd, run, sgd
+from tests.support.features import needs
 from tests.support.lightning_tools import GPT, sharded_trainer
 from tests.support.matrix import only, only_rows
 from tests.support.models import next_token_loss
@@ -204,6 +205,7 @@ def _takes(path: str, states: bool, face: Face) -> list[Tensor]:
     return [lt_zero.full_master(p) for p in face.net.parameters()]
 
 
+@needs("ema")
 @pytest.mark.parametrize(
     "face", only(["fabric"], ["fabric", "loop"])
 )  # that of a Trainer: tests/features/ema/test_callback.py

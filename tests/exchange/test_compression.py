@@ -20,15 +20,14 @@ from lt_zero.core.comm.work import Done
 from lt_zero.core.comm.world import World
 from lt_zero.exchange.compression import Residuals, gather_encoded
 from lt_zero.exchange.encoded import CompressedGroup, use_compression
-from lt_zero.exchange.plan import SIGNS
 from lt_zero.kernels import codecs
-from lt_zero.ops import INT8, TWO_BITS, Codec, TopK
+from lt_zero.ops import INT8, TWO_BITS, BlockCodec, Codec, TopK
 from tests.support.matrix import only, only_rows
 from tests.support.nodes import NodePool, Traffic
 from tests.support.pool import Pool
 
 CODECS = {
-    "1bit": SIGNS,
+    "1bit": BlockCodec(1, 128),
     "2bit": TWO_BITS,
     "topk": TopK(0.05, torch.bfloat16, huffman=False),
     "huffman": TopK(0.05),
@@ -147,10 +146,10 @@ def test_an_overflow_arrives_on_all_ranks_and_stays_in_no_residual(pool: Pool, n
 
 
 def _refused() -> str:
-    group = _sums(SIGNS, hierarchical=False).group
+    group = _sums(CODECS["1bit"], hierarchical=False).group
     group.nodes = [[0], [1, 2]]
     with pytest.raises(ConfigError) as caught:
-        use_compression(group, SIGNS, True)
+        use_compression(group, CODECS["1bit"], True)
     return str(caught.value)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero import ops
+from lt_zero import kernels as ops
 from lt_zero.features.quantize.nf4 import NF4
 from lt_zero.kernels.moments import coded_nbytes
 from lt_zero.kernels.rounding import ElementRows

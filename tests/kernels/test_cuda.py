@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lt_zero import ops
+from lt_zero import kernels as ops
 from lt_zero.kernels import compiler, library
 from tests.support.gpu import GPU
 from tests.support.kernel_inputs import LOW, STATES, STEPS, options_of, rows

@@ -27,7 +27,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lt_zero import ops
+from lt_zero import kernels as ops
 from lt_zero.features.quantize.nf4 import NF4
 from lt_zero.kernels import dispatch, library
 from lt_zero.kernels.compiler import CSRC, CUDA_FLAGS, build, load, recipe_of

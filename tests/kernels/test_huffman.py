@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lt_zero import ops
+from lt_zero import kernels as ops
 from lt_zero.kernels import library
 from lt_zero.kernels.huffman import OVERHEAD, CorruptError
 

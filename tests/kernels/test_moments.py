@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lt_zero import ops
+from lt_zero import kernels as ops
 from lt_zero.kernels.dispatch import step_tensors
 from lt_zero.kernels.header import STRUCTS
 from lt_zero.kernels.moments import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lt_zero import ops
+from lt_zero import kernels as ops
 from lt_zero.kernels import dispatch, library
 from lt_zero.kernels.quantize import BITS, check_buffer, dequantize_rows, quantize_rows
 from tests.support.kernel_inputs import LOW

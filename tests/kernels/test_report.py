@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lt_zero import ops
+from lt_zero import kernels as ops
 from lt_zero.kernels import library
 
 

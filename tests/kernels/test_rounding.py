@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lt_zero import ops
+from lt_zero import kernels as ops
 from lt_zero.common import accelerator
 from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.kernels import rounding

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lt_zero import ops
+from lt_zero import kernels as ops
 from lt_zero.kernels.huffman import CorruptError
 from lt_zero.kernels.sparsify import VALUES, pack_sparse, unpack_sparse
 

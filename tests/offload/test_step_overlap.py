@@ -22,7 +22,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 import lt_zero
-from lt_zero import ops
+from lt_zero import kernels as ops
 from lt_zero.core.engine.whole_model import full_state_dict
 from lt_zero.core.stores import direct_file as io
 from lt_zero.core.stores.thread_pool import SwapError

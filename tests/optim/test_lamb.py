@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lt_zero import ops
+from lt_zero import kernels as ops
 from lt_zero.core.step.supported_optimizers import check_supported, states_per_element
 from lt_zero.optim import Lamb
 from tests.support.lamb_tools import RULE, Transcript

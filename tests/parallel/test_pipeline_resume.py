@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lt_zero
-from lt_zero import EMA, FabricZeroStrategy, ZeroStrategy
+from lt_zero import FabricZeroStrategy, ZeroStrategy
 from lt_zero.checkpoint.open import verify
+from tests.support.features import there
 from tests.support.lightning_tools import FULL, sharded_trainer, single_trainer, torchrun_env, trust
 from tests.support.matrix import only, only_rows
 from tests.support.pipeline_module import Module
@@ -46,7 +47,7 @@ def _fit(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The losses, and on rank 0 the weights, which are the averages if there are some."""
     data = dist.get_world_size() // pipeline
-    callbacks = [EMA(decay=0.7)] if averages else []
+    callbacks = [lt_zero.EMA(decay=0.7)] if averages else []
     trainer, module = trainer_of(stage, pipeline, config, max_steps=steps, callbacks=callbacks), Module("adamw", data)
     module.dropout = dropout
     trainer.fit(module, ckpt_path=resume, **trust(False))
@@ -74,7 +75,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
 
     ``ranks``: all, and stages of the pipeline.
     """
-    how: dict[str, Any] = {"dropout": 0.3, "averages": True, "config": form}
+    how: dict[str, Any] = {"dropout": 0.3, "averages": there("ema"), "config": form}
     path = str(tmp_path / "0.ckpt")
     losses, weights = pool.run(ranks[0], _both, stage, ranks[1], path, how)[0]
     assert losses[0] == losses[1]

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero import EMA
+import lt_zero
+from tests.support.features import needs
 from tests.support.lightning_tools import quick, sharded_trainer, single_trainer
 from tests.support.matrix import only, only_rows
 from tests.support.pipeline_module import Module
@@ -47,9 +48,10 @@ def test_a_run_is_that_of_one_process(pool: Pool, stage: int, accumulates: int) 
 
 
 def _fit_averaged(stage: int, pipeline: int) -> tuple[list[float], list[float], Any]:
-    return _fit(stage, pipeline, {"max_epochs": 2, "callbacks": [EMA(decay=0.7)]})
+    return _fit(stage, pipeline, {"max_epochs": 2, "callbacks": [lt_zero.EMA(decay=0.7)]})
 
 
+@needs("ema")
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_averages_are_those_of_one_process(pool: Pool, stage: int) -> None:

@@ -20,7 +20,6 @@ import lt_zero
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.precision import dtype_policy
 from lt_zero.core.step.loss_scale import LossScaleController
-from lt_zero.features.ema.average import WeightAverage
 from lt_zero.offload import host_store
 from lt_zero.training.build import built_by
 from tests.support.matrix import only, only_rows
@@ -50,7 +49,6 @@ def equals_one_process(
     micro: int = 1,
     limit: float = 0.05,
     every: bool = False,
-    after: Callable[[Run, Net], None] = lambda run, reference: None,
 ) -> None:
     """Train both, and compare weights and norms. ``every``: reduce after each micro-batch."""
     expected = OPTIMIZERS[optimizer]([p for p in reference.parameters() if p.requires_grad])
@@ -65,7 +63,6 @@ def equals_one_process(
         assert want > limit
         torch.testing.assert_close(norm, want, rtol=1e-5, atol=0)
         run.optimizer.step()
-        after(run, reference)
     got = all_weights(run.engine)
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(got[name], parameter.detach(), rtol=1e-5, atol=2e-6, msg=name)
@@ -260,31 +257,7 @@ def test_replicas_that_do_not_fit_are_refused(pool: Pool, zero: dict[str, Any]) 
     pool.run(2, _does_not_fit, zero)
 
 
-# ---- averages, compilation -------------------------------------------------------------------------------------------
-
-
-def _averages(stage: int) -> None:
-    run = start(MESH, stage, "adamw")
-    reference = Net()
-    averages = dict[str, Tensor]()
-    average = WeightAverage(run.engine)
-
-    def after(run: Run, reference: Net) -> None:
-        average.update(0.75)
-        for name, p in reference.named_parameters():
-            averages[name] = averages[name] * 0.75 + p.detach() * 0.25 if name in averages else p.detach().clone()
-
-    equals_one_process(run, reference, "adamw", after=after)
-    with average.showing(True):
-        shown = all_weights(run.engine)
-    for name, value in averages.items():
-        torch.testing.assert_close(shown[name], value, rtol=1e-5, atol=2e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", only([1, 3], STAGES))
-def test_averages(pool: Pool, stage: int) -> None:
-    pool.run(4, _averages, stage)
+# ---- compilation -----------------------------------------------------------------------------------------------------
 
 
 def _compile(model: Net) -> None:

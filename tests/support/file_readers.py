@@ -7,6 +7,7 @@ import os
 import socket
 import warnings
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ from lt_zero.config.blocks.monitoring import CsvMonitor
 from lt_zero.config.load import examine
 from lt_zero.core.stores.checked_file import BlockReader, FileRecord
 from lt_zero.planning.tune_cli import _check_output
-from lt_zero.tools.compare.compare import RecordError, read_record
 from lt_zero.training.lightning.monitor.plot import read_drawn
 from lt_zero.training.lightning.monitor.reading import LogsError
 from lt_zero.training.loop import monitors
 from lt_zero.training.run_file import RunFile
+from tests.support.features import there
 
 # ---- kinds of files -------------------------------------------------------------------------------------------------
 
@@ -143,9 +144,12 @@ READERS: list[tuple[str, str, Callable[[Path], object]]] = [
     ("training/lightning/monitor/reading.py", "events.out.tfevents.1", lambda file: read_drawn(file.parent)),
     ("training/loop/monitors.py", "Train_Samples_lr.csv", _write_events),
     ("planning/tune_cli.py", "tuned.yaml", _check_output),
-    ("tools/compare/compare.py", "engine0.jsonl", lambda file: read_record(file.parent)),
 ]
-ERRORS = (CheckpointError, ConfigError, LogsError, RecordError, OSError)
+ERRORS: tuple[type[Exception], ...] = (CheckpointError, ConfigError, LogsError, OSError)
+if there("compare"):
+    _compare: Any = import_module("lt_zero.tools.compare.compare")
+    READERS.append(("tools/compare/compare.py", "engine0.jsonl", lambda file: _compare.read_record(file.parent)))
+    ERRORS += (_compare.RecordError,)
 BESIDE = {"lt_zero.jsonl": ("metrics.csv", "step,zero/loss\n0,1.0\n")}
 
 

@@ -17,10 +17,11 @@ from lt_zero.checkpoint.native.load import as_lightning, restore_weights
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names, weight_fragments
 from lt_zero.checkpoint.native.save import bundle, make_directory, write
 from lt_zero.config.options import group_options
+from lt_zero.core.ask import configure_group
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.engine import Engine
-from lt_zero.exchange.choose import configure_group
+from lt_zero.features import features_of
 from lt_zero.parallel import Experts
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from lt_zero.training.build import built_by
@@ -149,7 +150,7 @@ def start(
     config = config_of(stage, {**(RELEASE if stage == 3 else {}), **(zero or {})})
     given = dict[str, Any]()
     everyone = ShardGroup.of_all(world)
-    configure_group(everyone, group_options(config))
+    configure_group(everyone, group_options(config), features_of(config))
     if size > 1:
         mesh = ParallelMesh(ParallelSizes(world.size, expert=size), world)
         mesh.cut(made, config)

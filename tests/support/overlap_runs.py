@@ -16,7 +16,7 @@ from torch import Tensor
 
 import lt_zero
 import lt_zero.offload.host_store as store
-from lt_zero import ops
+from lt_zero import kernels as ops
 from lt_zero.optim import Lamb, Lion
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of, full_values

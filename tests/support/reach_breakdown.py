@@ -22,6 +22,6 @@ def memory(lab: Lab, config: Config) -> Any:
 
 def noise(lab: Lab, config: Config) -> Any:
     """The micro-batches of a step whose gradients are measured."""
-    with mock.patch("lt_zero.training.lightning.monitor.step_metrics.GradientNoise") as made:
+    with mock.patch("lt_zero.tools.gradient_noise.gradient_noise.GradientNoise.begin") as began:
         fit(lab, config, max_steps=1, accumulate_grad_batches=2)
-    return [call.args[2] for call in made.call_args_list]
+    return [call.args[0] for call in began.call_args_list]

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero import ZeroConfig
 from lt_zero.common.errors import ConfigError
-from lt_zero.config.options import exchange_options
 from lt_zero.core.engine.bucket import State
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.grad_reducer import GradReducer
+from lt_zero.features.compression.feature import Compression
 from lt_zero.features.compression.gradient_compression import GradientCompression
 from lt_zero.kernels import library
 from lt_zero.ops import TopK
@@ -182,7 +182,7 @@ def compressed(lab: Lab, config: Config) -> Any:
 
 
 def codec(lab: Lab, config: Config) -> Any:
-    found = exchange_options(plugin_of(lab, config)[0]).codec
+    found = Compression(plugin_of(lab, config)[0]).codec
     assert isinstance(found, TopK)
     return found.share, found.huffman
 

@@ -46,8 +46,8 @@ def planted(layer: str | None, calls: int) -> Iterator[None]:
                 module.register_forward_hook(hook)
         recorded(engine, *rest)
 
-    recorded = lt_zero.training.session.record  # type: ignore[attr-defined]
-    with mock.patch("lt_zero.training.session.record", plant):
+    recorded = lt_zero.training.session.watch  # type: ignore[attr-defined]
+    with mock.patch("lt_zero.training.session.watch", plant):
         yield
 
 

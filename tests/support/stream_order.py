@@ -29,14 +29,14 @@ from lt_zero.checkpoint.native.save import Bundle
 from lt_zero.common import accelerator
 from lt_zero.config.options import group_options
 from lt_zero.config.precision import dtype_policy
+from lt_zero.core.ask import configure_group
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.lazy_tensor import Fragment
 from lt_zero.core.step.loss_scale import _SkipFlag
 from lt_zero.core.stores.checked_file import Sink, StagingRing
-from lt_zero.exchange.choose import configure_group
+from lt_zero.features import features_of
 from lt_zero.features.activation_checkpointing import stores
-from lt_zero.features.ema.average import WeightAverage
 from lt_zero.kernels import dispatch, library
 from lt_zero.parallel.mesh import mesh_of
 from lt_zero.training import checkpoints
@@ -189,13 +189,19 @@ class _Saves:
                 self._saver.close()
 
 
+def _average(engine: Any) -> Any:
+    from lt_zero.features.ema.average import WeightAverage  # such runs are skipped where it was taken out
+
+    return WeightAverage(engine)
+
+
 def _train(run: Run, config: ZeroConfig, group: ShardGroup | None, order: Order, folder: Path | None) -> None:
     torch.manual_seed(0)
     model = Model(*(Feed(32) for _ in range(4)))
     engine = lt_zero.shard(model, config, CPU, **_groups(run, config, group, model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     owner = lt_zero.ShardedOptimizer(engine, optimizer)
-    average = WeightAverage(engine) if run.averages else None
+    average = _average(engine) if run.averages else None
 
     def save(saver: Saver, path: str) -> None:
         content = {"state_dict": weight_fragments(engine), "optimizer_states": [optimizer_fragments(owner)]}
@@ -277,7 +283,7 @@ def hazards(run: Run, folder: Path | None = None) -> list[str]:
             world = World(stack.enter_context(streams(order)), CPU)
             world.nodes = [part.tolist() for part in torch.arange(world.size).chunk(run.nodes)]
             group = ShardGroup.of_all(world)
-            configure_group(group, group_options(config))
+            configure_group(group, group_options(config), features_of(config))
         _train(run, config, group, order, folder)
     assert order.works > 500, "the device has done nothing"
     assert len(order.clocks) > 2 or run.stage == 0, "nothing ran beside the computation"

@@ -35,6 +35,9 @@ from lt_zero.config.blocks.training import (
     TorchAutocast,
 )
 
+# 1-bit optimizers, by their names in lower case, and what they are without 1 bit.
+ONE_BIT = {"onebitadam": "Adam", "onebitlamb": "Lamb", "zerooneadam": "Adam"}
+
 _none_if_infinite = BeforeValidator(lambda value: None if value in (float("inf"), "inf") else value)
 _off_if_false = BeforeValidator(lambda value: {} if value in (False, "none") else value)
 _off_if_number = BeforeValidator(lambda value: {} if type(value) in (bool, int) and value in (0, 1) else value)
@@ -153,6 +156,12 @@ class Schema(Block):
         if self.pipeline.ranks == 1:
             return 1
         return self.pipeline.num_microbatches or self.gradient_accumulation_steps or 2 * self.pipeline.ranks
+
+    @property
+    def one_bit(self) -> str:
+        """The name of the 1-bit optimizer that ``optimizer.type`` is, in lower case, or ""."""
+        name = self.optimizer.type.rpartition(".")[2].lower() if self.optimizer is not None else ""
+        return name if name in ONE_BIT else ""
 
     @property
     def sharded_checkpoints(self) -> bool:

@@ -1,7 +1,8 @@
-"""Options of the ranks: how they connect, and which collectives are recorded."""
+"""Options of the ranks: how they connect, and which collectives are recorded, how groups of ranks move tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 # Operations that are recorded, by their names in torch.distributed, with other names that users write.
@@ -43,3 +44,31 @@ class CommunicationOptions:
 
     link_timeout: float = 120.0
     compares_collectives: bool = False
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """Options of the groups of ranks over which buckets are sharded.
+
+    Attributes:
+        topology: dimensions of collectives over several nodes, or "auto".
+        scatters: reduce-scatter gradients; False: all-reduce them, and keep the own shard.
+        shards: returns the number of shards that so many ranks cut tensors into; raises ConfigError.
+        sums_gradients: reductions return the sum over ranks, not the mean.
+        prescales: divide gradients by the number of ranks before a reduction, not after.
+        predivide_factor: divide gradients by it before a reduction; no effect if it ``prescales``.
+        steps_beside_forward: background steps go on beside the next forward.
+    """
+
+    topology: str | int
+    scatters: bool
+    shards: Callable[[int], int]
+    sums_gradients: bool
+    prescales: bool
+    predivide_factor: float
+    steps_beside_forward: bool
+
+    @property
+    def predivides(self) -> bool:
+        """True if gradients are divided by ``predivide_factor`` before a reduction."""
+        return not self.prescales and self.predivide_factor != 1.0

@@ -205,7 +205,6 @@ class ShardGroup(Ranks):
         scatters: bool,
         sums_gradients: bool,
         predivide: float | None,
-        secondary_shards: int = 1,
     ) -> None:
         """Choose replicas, topology and reductions. Before anything is sharded. Collective.
 
@@ -215,21 +214,25 @@ class ShardGroup(Ranks):
             scatters: gradients are reduced by a reduce-scatter; else by an all-reduce of all of them.
             sums_gradients: gradients are summed, not averaged.
             predivide: divisor of gradients before they are sent; None: as the dtype needs.
-            secondary_shards: as the attribute.
 
         Raises:
             ConfigError: they do not fit the ranks.
         """
         self.sums_gradients = sums_gradients
         self.predivide = predivide
-        self.secondary_shards = secondary_shards if self.process_group is not None else 1
+        # What features have added may be of an earlier configuration: they add it again.
+        self.secondary_shards = 1
+        self.sum_by(None)
         wanted = (shards, topology, scatters)
         if wanted != self._configured:
-            self.sum_by(None)
             self._choose(*wanted)
             self._configured = wanted
             if self.rank == 0 and self.process_group is not None and len(self.nodes) > 1:
                 log.info("Collectives over %d nodes: %s.", len(self.nodes), self.topology.why)
+
+    def share_second_copies(self, ranks: int) -> None:
+        """Let so many neighbouring ranks share a second copy of parameters. After ``configure``, which ends that."""
+        self.secondary_shards = ranks if self.process_group is not None else 1
 
     @property
     def whole(self) -> Groups | None:

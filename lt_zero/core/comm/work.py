@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lt_zero.common.worker import Worker
+from lt_zero.core.comm.costs import Costs
 from lt_zero.core.comm.shared_memory import Barrier
 from lt_zero.core.health.awaited_works import work_awaited
 
@@ -244,7 +245,7 @@ class Done:
 class WorkList:
     """Several works that are waited for in order, and ``finish``, which is called afterwards.
 
-    With ``watch`` they are gloo works of ``launch``.
+    With ``watch`` they are gloo works of ``launch``. ``costs``: of codes, complete after the wait; None: none are sent.
     """
 
     def __init__(
@@ -253,9 +254,11 @@ class WorkList:
         finish: Callable[[], object] | None = None,
         watch: CollectiveMonitor | None = None,
         launch: CollectiveId | None = None,
+        costs: Costs | None = None,
     ) -> None:
         self.works: Sequence[Work] = works
         self.watch = watch
+        self.costs = costs
         self._finish = finish
         self._launch = launch
 

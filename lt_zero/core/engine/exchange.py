@@ -1,7 +1,7 @@
 """The exchange of gradients between the ranks of an engine: one protocol, and the plain way, which is the mean.
 
 An engine is built with one of these objects, which decides everything that is not the mean of each step's gradients.
-Nothing in the core asks which one it is. The others are in ``features/``.
+Nothing in the core asks which one it is. The others are in ``features/``. ``ExchangePlan`` (exchange_plan.py) makes it.
 
 Note [Questions to an exchange]
     Some exchanges have no mean gradient at a time when a step, or the user, wants one. What relies on it asks first
@@ -165,6 +165,10 @@ class GradientExchange:
 
     def resume(self, steps: int) -> None:
         """Begin without residuals after ``steps`` optimizer steps."""
+
+    def missing_share(self) -> float:
+        """The share of gradients that sums have lacked since the last call; 0 unless ``sums_late``."""
+        return 0.0
 
     def late_gradients(self) -> Iterator[tuple[Bucket, Tensor, Tensor]]:
         """Yield late gradients that are in no sum yet, bucket by bucket; nothing unless ``sums_late``. Collective.

@@ -72,7 +72,7 @@ def kernel_of(cls: type[Optimizer]) -> Kernel | None:
 def is_known(cls: type) -> bool:
     """True if an optimizer or scheduler is torch's or lt_zero's."""
     # Adafactor and Muon say that their module is torch.optim, the others a module inside of it.
-    return f"{cls.__module__}.".startswith(("torch.optim.", "lt_zero.optim."))
+    return f"{cls.__module__}.".startswith(("torch.optim.", "lt_zero.optim.", "lt_zero.features."))
 
 
 def chosen(options: Options, *keys: str) -> Options:

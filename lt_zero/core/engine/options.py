@@ -133,5 +133,5 @@ class EngineOptions:
     files: IoOptions
     predivides: bool
     moments: MomentForm | None
-    resting: RestingCodec | None
-    sent_dense: Callable[[nn.Module], set[Parameter]] | None
+    resting: RestingCodec | None = None
+    sent_dense: Callable[[nn.Module], set[Parameter]] | None = None

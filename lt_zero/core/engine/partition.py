@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
-from math import prod
 from operator import attrgetter, itemgetter
 from typing import NamedTuple, NoReturn, Protocol
 
@@ -258,27 +257,6 @@ def warn_of_padding(plan: EnginePlan, options: EngineOptions, world: int) -> Non
         f"some have too few, or too unequal, parameters to divide among {world} ranks. {remedy} or train with fewer "
         "ranks; element-wise optimizers (AdamW) need no whole parameters: shard_along='element'.",
     )
-
-
-def warn_of_blocks(plan: EnginePlan, bits: int) -> None:
-    """Warn if parts of weights that rest in ``bits`` bits are not whole blocks: codes depend on the parts then."""
-
-    def is_uneven(spec: ParamSpec, block: int) -> bool:
-        sizes, shape = spec.local_box.sizes, spec.global_shape
-        axis = max((n for n, (size, all_of) in enumerate(zip(sizes, shape, strict=True)) if size < all_of), default=-1)
-        return axis >= 0 and prod(sizes[axis:]) % block != 0
-
-    coded = [bucket for bucket in plan.buckets if bucket.align > ALIGN]
-    found = [(spec, bucket.align) for bucket in coded for spec in bucket.specs if is_uneven(spec, bucket.align)]
-    if found:
-        spec, block = found[0]
-        others = f", as well as {len(found) - 1} others," if len(found) > 1 else ""
-        warn(
-            f"quantize={bits}: this rank's part {spec.local_box} of {spec.name!r} {spec.global_shape}{others} cuts "
-            f"through blocks of {block} elements, which share a scale. So the codes depend on the number of ranks that "
-            "have the parts (tensor or expert ranks), and a run that resumes on another number of them rounds these "
-            "weights again. Use numbers of ranks that leave multiples of the block, if weights have to be the same."
-        )
 
 
 def warn_of_wide_moments(plan: EnginePlan, form: MomentForm) -> None:

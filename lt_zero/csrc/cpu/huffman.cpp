@@ -1,4 +1,4 @@
-// A canonical Huffman coder for bytes. lt_zero/ops/huffman.py describes the format and has the reference.
+// A canonical Huffman coder for bytes. lt_zero/kernels/huffman.py describes the format and has the reference.
 //
 // Decoding trusts nothing: lengths are checked before tables are made of them, and no index is formed from the input
 // that is not checked against the end of what it addresses.

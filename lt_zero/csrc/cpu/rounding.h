@@ -1,4 +1,4 @@
-// Stochastic rounding to bf16, for one instruction set: lt_zero/ops/rounding.py describes it. Included by kernels.h.
+// Stochastic rounding to bf16, for one instruction set: lt_zero/kernels/rounding.py describes it. Included by kernels.h.
 #pragma once
 
 #include "cpu/table.h"

@@ -1,4 +1,4 @@
-// Stochastic rounding to bf16: lt_zero/ops/rounding.py describes it.
+// Stochastic rounding to bf16: lt_zero/kernels/rounding.py describes it.
 //
 // Notes:
 // - A thread has one number of Philox, whose eight half-words are for every 16th element of a group. So 16 neighbouring

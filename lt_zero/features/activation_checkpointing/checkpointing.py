@@ -48,7 +48,7 @@ from lt_zero.core.engine.find_units import (
     repeated_classes,
 )
 from lt_zero.core.engine.partition import refuse_name
-from lt_zero.core.feature import followers
+from lt_zero.core.followers import followers
 from lt_zero.core.stores.pinned import host_buffer
 from lt_zero.core.stores.thread_pool import IoOptions, SwapError
 from lt_zero.features.activation_checkpointing import selective

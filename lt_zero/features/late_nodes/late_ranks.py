@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.transport import Mesh
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.exchange import PlainExchange
+from lt_zero.core.engine.exchange_plan import ExchangePlan
+from lt_zero.core.engine.layout import BucketLayout
+from lt_zero.core.engine.storage_plan import StoragePlan
 from lt_zero.features.late_nodes.tolerance import FOR_EVER, TolerantHierarchy, TolerantSum, tolerance_of
 
 log = logging.getLogger("lt_zero")
 
 
 def tolerate(group: ShardGroup, share: float, sharded: bool) -> None:
-    """Let sums of gradients go on without late nodes, at most ``share`` of the ranks; 0: they wait. Collective.
+    """Let sums of gradients go on without late nodes, at most ``share`` of the ranks. Collective.
 
     ``sharded``: whether anything is.
 
@@ -27,9 +31,6 @@ def tolerate(group: ShardGroup, share: float, sharded: bool) -> None:
         ConfigError: that cannot be had.
     """
     if group.whole is None:
-        return
-    group.sum_by(None)
-    if not share:
         return
     ranks, late = tolerance_of(share, sharded, group.mesh, group.nodes, group.backend, group.device)
     mesh = Mesh(group.size, group.rank, ranks)
@@ -56,6 +57,28 @@ def _tell_late(mesh: Mesh, hosts: Sequence[str], member: int, late: bool) -> Non
         log.warning("Node %s (rank %s) %s.", hosts[ranks[0]], ", ".join(map(str, ranks)), text)
 
 
+class TolerantPlan(ExchangePlan):
+    """Plan of an exchange whose sums go on without late ranks. ``tolerate`` was called for the groups."""
+
+    @property
+    @override
+    def sums_replicas_once(self) -> bool:
+        return False
+
+    @override
+    def kept_nbytes(self, row: StoragePlan, layout: BucketLayout) -> int:
+        """Bytes of gradients that this rank adds up, and of those under way (tolerance.py)."""
+        if not row.trains or row.group.size == 1:
+            return 0
+        return 2 * layout.numel * torch.float32.itemsize
+
+    @override
+    def make(self, peers: ShardGroup, groups: Iterable[ShardGroup]) -> TolerantExchange:
+        tolerance = tolerant_sum(peers)
+        assert tolerance is not None
+        return TolerantExchange(peers, tolerance)
+
+
 class TolerantExchange(PlainExchange):
     """Sums the gradients that are there in time; late ones are in the sums of a later step.
 
@@ -71,9 +94,15 @@ class TolerantExchange(PlainExchange):
         super().__init__(peers)
         self._tolerance, self._buckets = tolerance, list[Bucket]()
 
+    @override
     def bind(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = list(buckets)
 
+    @override
+    def missing_share(self) -> float:
+        return self._tolerance.missing_share()
+
+    @override
     def late_gradients(self) -> Iterator[tuple[Bucket, Tensor, Tensor]]:
         world, owed = self._peers.world, self._unsent_gradients()
         # All ranks yield the same buckets, also those that owe nothing: the sums below are collective.
@@ -88,6 +117,7 @@ class TolerantExchange(PlainExchange):
             world.sum_all(every, f"late gradients of {bucket.name}")
             yield bucket, every[0].float(), every[1]
 
+    @override
     def replace_late_gradients(self, read: Callable[[Bucket], tuple[Tensor, Tensor]]) -> None:
         self._unsent_gradients()
         owed = dict[str, tuple[Tensor, Tensor]]()

@@ -3,7 +3,7 @@
 Note [Averages of momenta]
     While an optimizer warms up, gradients are averaged as always. Then each rank keeps its gradients to itself until
     the step. There it adds them to the last averaged momentum, and what is averaged, with the residuals of
-    gradient_compression.py, is the result. The accumulators get it in the place of gradients, times the loss scale
+    exchange/error_feedback.py, is the result. The accumulators get it in the place of gradients, times the loss scale
     that they carry: an overflow of one rank reaches all of them, and a step can be skipped as any other.
     Gradients are clipped before that, by one factor for all ranks: no rank knows the mean gradient, so what is limited
     is the root mean square of the norms of the ranks' own gradients, which is at least its norm.
@@ -19,31 +19,69 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lt_zero.core.comm.residuals import Residuals
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.work import Work
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.exchange import OptimizerFragments
-from lt_zero.exchange.plan import ExchangePlan
-from lt_zero.features.compression.gradient_compression import ErrorFeedback, GradientCompression, compressed, no_mean
-from lt_zero.optim.onebit import OneBitOptimizer
+from lt_zero.core.engine.grad_reducer import IN_FLIGHT
+from lt_zero.core.engine.layout import BucketLayout
+from lt_zero.core.engine.storage_plan import StoragePlan
+from lt_zero.exchange.error_feedback import FP32, ErrorFeedback, FeedbackExchange, FeedbackPlan, compressed
+from lt_zero.features.one_bit.onebit import OneBitOptimizer
 
 _NO_MEAN = "not with a 1-bit optimizer: after freeze_step no rank has the mean gradient."
 
 
-class CompressedMomentum(GradientCompression):
+class AveragedMomenta(FeedbackPlan):
+    """Plan of the exchange of a 1-bit optimizer."""
+
+    @property
+    @override
+    def waits_for_step(self) -> bool:
+        return True
+
+    @override
+    def everywhere(self, is_cut: bool) -> bool:
+        return True
+
+    def copies_momenta(self, row: StoragePlan) -> bool:
+        """True if this rank has the momenta of a bucket in full beside those of its shard."""
+        return row.codecs.reductions is not None and not row.is_whole
+
+    @override
+    def kept_nbytes(self, row: StoragePlan, layout: BucketLayout) -> int:
+        """Bytes of residuals, and of full momenta with the elements of them that move (``MomentumFeedback``)."""
+        momenta = row.numel if row.trains and self.copies_momenta(row) else 0
+        return super().kept_nbytes(row, layout) + momenta * (FP32 + torch.bool.itemsize)
+
+    @override
+    def step_nbytes(self, rows: Sequence[StoragePlan]) -> int:
+        """Bytes of the next full momenta, of what is sent and of what is received."""
+        copied = sum(row.numel for row in rows if self.copies_momenta(row))
+        largest = sorted((row.numel for row in rows if row.codecs.reductions is not None), reverse=True)
+        return (copied + 2 * sum(largest[:IN_FLIGHT])) * FP32
+
+    @override
+    def make(self, peers: ShardGroup, groups: Iterable[ShardGroup]) -> CompressedMomentum:
+        return CompressedMomentum(peers, self)
+
+
+class CompressedMomentum(FeedbackExchange):
     """The exchange of a 1-bit optimizer. See Note [Averages of momenta].
 
     Args:
-        peers, plan: as for ``GradientCompression``.
+        peers, plan: as for ``FeedbackExchange``.
 
     Attributes:
         states: of the optimizer; None until there is one.
     """
 
-    def __init__(self, peers: ShardGroup, plan: ExchangePlan) -> None:
+    def __init__(self, peers: ShardGroup, plan: AveragedMomenta) -> None:
         super().__init__(peers, plan)
+        self._momenta = plan
         self.of_bucket: Mapping[Bucket, MomentumFeedback] = {}
         self.states: OptimizerMomenta | None = None
         self._limit = 0.0  # the norm to which the running step clips; 0: none
@@ -51,7 +89,7 @@ class CompressedMomentum(GradientCompression):
         self._clipped: tuple[float, Tensor] | None = None
 
     def bind(self, buckets: Sequence[Bucket]) -> None:
-        self.of_bucket = {bucket: MomentumFeedback(self, bucket) for bucket in compressed(buckets)}
+        self.of_bucket = {bucket: MomentumFeedback(self, self._momenta, bucket) for bucket in compressed(buckets)}
 
     def connect(self, optimizer: Optimizer, fragments: OptimizerFragments) -> None:
         if not isinstance(optimizer, OneBitOptimizer):
@@ -106,7 +144,7 @@ class CompressedMomentum(GradientCompression):
                 feedback.drop(unused)
 
     def end_step(self) -> None:
-        self.steps += 1
+        super().end_step()
         self._limit = 0.0
         for feedback in self.of_bucket.values():
             feedback.keep()
@@ -151,13 +189,14 @@ class MomentumFeedback(ErrorFeedback):
 
     Args:
         owner: the exchange of its engine.
+        plan: of the exchange.
         bucket: whose momentum is averaged.
     """
 
-    def __init__(self, owner: CompressedMomentum, bucket: Bucket) -> None:
+    def __init__(self, owner: CompressedMomentum, plan: AveragedMomenta, bucket: Bucket) -> None:
         super().__init__(owner, bucket)
         self._exchange, self._bucket = owner, bucket
-        self._sharded = owner.plan.copies_momenta(bucket.storage)
+        self._sharded = plan.copies_momenta(bucket.storage)
         self._momentum: Tensor | None = None  # stage 1: that of the last step (1D fp32, all elements)
         self._moves: Tensor | None = None  # and which of its elements the optimizer updates
         self._next: Tensor | None = None  # the momentum of the running step
@@ -247,6 +286,14 @@ class MomentumFeedback(ErrorFeedback):
     def nbytes(self) -> int:
         held = (self._momentum, self._moves, self._next)
         return super().nbytes + sum(tensor.nbytes for tensor in held if tensor is not None)
+
+
+def no_mean(instead: str) -> RuntimeError:
+    """The error of reading the gradients of a step in which ranks do something ``instead`` of averaging them."""
+    return RuntimeError(
+        f"The ranks do not average the gradients of this step, they {instead}: a 1-bit optimizer does so after its "
+        'freeze. Read lt_zero.full_state(parameter, "exp_avg") after the step.'
+    )
 
 
 class _Averaged:

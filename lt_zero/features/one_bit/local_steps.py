@@ -1,4 +1,4 @@
-"""The exchange of 0/1 Adam (optim/zero_one.py): gradients, some in 1 bit; later, at times, changes of weights.
+"""The exchange of 0/1 Adam (zero_one.py): gradients, some in 1 bit; later, at times, changes of weights.
 
 Note [Ranks that step apart]
     While steps are local, gradients are not exchanged: an accumulator gets this rank's own. The optimizer calls
@@ -10,12 +10,14 @@ Note [Ranks that step apart]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lt_zero.core.comm.residuals import Residuals
 from lt_zero.core.comm.shard_group import ShardGroup
@@ -23,19 +25,45 @@ from lt_zero.core.comm.work import Done, Work
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.exchange import OptimizerFragments
 from lt_zero.core.engine.layout import Piece
-from lt_zero.exchange.plan import ExchangePlan
-from lt_zero.features.compression.gradient_compression import ErrorFeedback, GradientCompression, compressed, no_mean
-from lt_zero.optim.zero_one import ZeroOneAdam
+from lt_zero.core.engine.storage_plan import StoragePlan
+from lt_zero.exchange.error_feedback import FP32, ErrorFeedback, FeedbackExchange, FeedbackPlan, compressed
+from lt_zero.features.one_bit.compressed_momentum import no_mean
+from lt_zero.features.one_bit.zero_one import ZeroOneAdam
 
 
-class LocalSteps(GradientCompression):
+@dataclass(frozen=True)
+class AveragedSteps(FeedbackPlan):
+    """Plan of the exchange of 0/1 Adam.
+
+    Attributes:
+        longest: steps between two exchanges at last.
+    """
+
+    longest: int
+
+    @property
+    @override
+    def interval(self) -> int:
+        return self.longest
+
+    @override
+    def step_nbytes(self, rows: Sequence[StoragePlan]) -> int:
+        """Bytes of a bucket's changes, of their mean, and of what is sent."""
+        return 3 * max((row.numel for row in rows if row.codecs.reductions is not None), default=0) * FP32
+
+    @override
+    def make(self, peers: ShardGroup, groups: Iterable[ShardGroup]) -> LocalSteps:
+        return LocalSteps(peers, self)
+
+
+class LocalSteps(FeedbackExchange):
     """The exchange of 0/1 Adam. See Note [Ranks that step apart].
 
     Args:
-        peers, plan: as for ``GradientCompression``.
+        peers, plan: as for ``FeedbackExchange``.
     """
 
-    def __init__(self, peers: ShardGroup, plan: ExchangePlan) -> None:
+    def __init__(self, peers: ShardGroup, plan: AveragedSteps) -> None:
         super().__init__(peers, plan)
         self.of_bucket: Mapping[Bucket, LocalFeedback] = {}
         self._optimizer: ZeroOneAdam | None = None  # knows what the next step is
@@ -57,7 +85,7 @@ class LocalSteps(GradientCompression):
         value: Callable[[Tensor], Tensor],
         take: Callable[[Tensor, Tensor], None],
     ) -> None:
-        """Average values of ``tensors``, which are fragments: optim/zero_one.py, ``Average``. Collective."""
+        """Average values of ``tensors``, which are fragments: zero_one.py, ``Average``. Collective."""
         wanted, found = set(map(id, tensors)), dict[Bucket, list[tuple[Piece, Tensor]]]()
         for bucket, index, parameter in fragments.places():
             # A frozen parameter has pieces, but no fragments.
@@ -81,7 +109,7 @@ class LocalSteps(GradientCompression):
         return self._optimizer is not None and self._optimizer.compresses
 
     def end_step(self) -> None:
-        self.steps += 1
+        super().end_step()
         if self._optimizer is not None and self._optimizer.begins_local:
             for feedback in self.of_bucket.values():
                 # What was left of gradients would be added to changes of weights.

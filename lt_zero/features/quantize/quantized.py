@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from lt_zero.common.flat_storage import flat_empty
 from lt_zero.core.comm.work import Work
 from lt_zero.core.engine.bucket import Bucket, GatherStrategy
 from lt_zero.core.stores.store import CODES, WEIGHTS, Place, Store
-from lt_zero.exchange.compression import gather_encoded
 from lt_zero.exchange.encoded import all_gather_encoded
 
 
@@ -113,21 +111,3 @@ class RestingGather(GatherStrategy):
     def launch(self, bucket: Bucket) -> Work:
         with bucket.weights.gather_source.source(bucket.shard) as codes:
             return all_gather_encoded(bucket.group, bucket.flat, bucket.name, self._codec, codes)
-
-
-class EncodedUpdates(GatherStrategy):
-    """Gathers of one bucket whose parameters are not sharded: updates are sent encoded.
-
-    ``codec``: of the updates.
-    """
-
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
-
-    def publish(self, bucket: Bucket) -> Work:
-        return all_gather_encoded(bucket.group, bucket.flat, bucket.name, self._codec)
-
-    def publish_in_background(self, bucket: Bucket) -> Work:
-        return bucket.group.background_gather(
-            bucket.flat, partial(gather_encoded, bucket.flat, bucket.group.mesh, self._codec)
-        )

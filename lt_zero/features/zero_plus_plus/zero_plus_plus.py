@@ -20,6 +20,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lt_zero.common.codec import Codec
 from lt_zero.core.comm.hierarchy import Hierarchy
@@ -29,11 +30,16 @@ from lt_zero.core.comm.transport import Backend, Gloo, Mesh, Replicas, SendBuffe
 from lt_zero.core.comm.work import Work
 from lt_zero.core.engine.bucket import Bucket, GatherStrategy
 from lt_zero.core.engine.exchange import PlainExchange
+from lt_zero.core.engine.exchange_plan import ExchangePlan
 from lt_zero.core.engine.layout import gaps_between
+from lt_zero.core.engine.partition import BucketPlan, GroupFacts
 from lt_zero.core.engine.storage_plan import Codecs
-from lt_zero.exchange.encoded import all_gather_encoded, use_quantized_sums
-from lt_zero.exchange.plan import GRADIENTS, GRADIENTS_INSIDE, WEIGHTS
+from lt_zero.exchange.compression import CompressionPlan, gather_encoded, plan_quantized_sums
+from lt_zero.exchange.encoded import all_gather_encoded, has_codec, use_quantized_sums
+from lt_zero.kernels.codecs import INT4, INT8
 
+WEIGHTS: Codec = INT8
+GRADIENTS, GRADIENTS_INSIDE = INT4, INT8  # between nodes, inside a node
 _KEY = "zero_optimization.zero_hpz_partition_size"
 _GATHER = Operation("all-gather in the node", "all_gather")
 
@@ -140,6 +146,38 @@ class ZeroPlusPlusGather(GatherStrategy):
     @property
     def nbytes(self) -> int:
         return self._kept.nbytes if self._kept is not None else 0
+
+
+class EncodedUpdates(GatherStrategy):
+    """Gathers of one bucket whose parameters are not sharded: updates are sent encoded.
+
+    ``codec``: of the updates.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+
+    def publish(self, bucket: Bucket) -> Work:
+        return all_gather_encoded(bucket.group, bucket.flat, bucket.name, self._codec)
+
+    def publish_in_background(self, bucket: Bucket) -> Work:
+        return bucket.group.background_gather(
+            bucket.flat, partial(gather_encoded, bucket.flat, bucket.group.mesh, self._codec)
+        )
+
+
+class QuantizedSums(ExchangePlan):
+    """Plan of an exchange that reduces the gradients of sharded optimizers in few bits."""
+
+    @override
+    def reduction(self, bucket: BucketPlan, group: GroupFacts) -> CompressionPlan | None:
+        if not (bucket.sharding.optim and has_codec(bucket, group)):
+            return None
+        return plan_quantized_sums(group.nodes, GRADIENTS, GRADIENTS_INSIDE)
+
+    @override
+    def make(self, peers: ShardGroup, groups: Iterable[ShardGroup]) -> QuantizedGradients:
+        return QuantizedGradients(peers, groups)
 
 
 class QuantizedGradients(PlainExchange):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -266,12 +265,3 @@ class Recorder:
             except OSError as error:  # other ranks go on, so this one has to
                 self._works = False
                 warn(f"{self._path} cannot be written ({error.strerror or error}): the record ends before step {step}.")
-
-
-def record(engine: Engine, number: int, config: ZeroConfig, together: int) -> None:
-    """Record the engine of a run, its ``number``-th, if ``LT_ZERO_RECORD`` is set. Collective.
-
-    ``together``: neighbouring ranks that see the same data.
-    """
-    if folder := os.environ.get(RECORD):
-        Recorder(engine, Path(folder).expanduser() / f"engine{number}.jsonl", config, together)

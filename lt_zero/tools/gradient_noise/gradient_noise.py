@@ -12,44 +12,95 @@ Note [How it is estimated]
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lt_zero.common.errors import ConfigError
 from lt_zero.core.engine.engine import Engine
-from lt_zero.training.session import Session
+from lt_zero.core.feature import Run
+from lt_zero.core.followers import Figure
 
 KEY = "gradient_noise_scale"
 _KEPT = 0.9  # of the averages, from step to step
 
 
-class GradientNoise:
-    """Measures the noise of one engine's gradients.
+class GradientNoise(Figure):
+    """Measures the noise of one engine's gradients, in each training anew.
 
     Args:
-        session: of the engine.
-        engine: has one optimizer.
-        micro_batches: of a step; steps with another number are left out.
-        weight: what the loss of a micro-batch was multiplied with before its backward.
-
-    Raises:
-        ConfigError: gradients have no such noise here, or are not the mean of ranks.
+        engine: has one optimizer when a training begins.
+        run: that trains it.
     """
 
-    def __init__(self, session: Session, engine: Engine, micro_batches: int, weight: Callable[[], float]) -> None:
+    name = KEY
+    label = "noise_scale"
+
+    def __init__(self, engine: Engine, run: Run) -> None:
+        self._engine, self._in_parts = weakref.ref(engine), run.in_parts
+        self._training: _Training | None = None
+
+    @override
+    def begin(self, micro_batches: int, weight: Callable[[], float]) -> None:
+        """Measure from here on. For the arguments see ``Figure``; steps with another number are left out.
+
+        Raises:
+            ConfigError: gradients have no such noise here, or are not the mean of ranks.
+        """
+        engine = self._engine()
+        if engine is not None:
+            self.end()
+            self._check(engine, micro_batches)
+            engine.exchange.check_mean()
+            self._training = _Training(engine, micro_batches, weight)
+
+    def _check(self, engine: Engine, micro_batches: int) -> None:
+        if self._in_parts:
+            text = "needs ranks that all see other data, and here some have parts of the model or of sequences"
+        elif len(engine.optimizers) != 1:
+            text = f"needs one optimizer, and there are {len(engine.optimizers)}"
+        elif engine.peers.sums_gradients:
+            text = "needs the mean of ranks, and gradient_allreduce_op is another"
+        elif engine.world.size * micro_batches == 1:
+            text = "compares micro-batches, and a step has one: accumulate gradients, or use several ranks"
+        else:
+            return
+        raise ConfigError.about(KEY, f"{KEY}=true {text}. Remove the key otherwise.")
+
+    @override
+    def end(self) -> None:
+        if self._training is not None:
+            self._training.stop()
+        self._training = None
+
+    @override
+    def see_batch(self, rows: int) -> None:
+        if self._training is not None:
+            self._training.see_batch(rows)
+
+    @override
+    def read(self) -> float | None:
+        """The noise scale in samples; None while it is unknown, or if noise hides the gradient. Collective."""
+        return self._training.read() if self._training is not None else None
+
+
+class _Training:
+    """The noise of one training. Arguments are those of ``Figure.begin``."""
+
+    def __init__(self, engine: Engine, micro_batches: int, weight: Callable[[], float]) -> None:
         self._world = engine.world
         self._weight = weight
         self._micro_batches = micro_batches
         self._parts = engine.world.size * micro_batches
-        self._check(session, engine)
-        engine.exchange.check_mean()
         (self._sharded,) = engine.optimizers
         self._squares = torch.zeros((), dtype=torch.float64, device=engine.device)  # of this rank's micro-batches
-        self._backwards = self._rows = 0
+        self._backwards = 0  # since the last step
+        self._rows = 0
         self._new: list[tuple[Tensor, Tensor, int]] = []  # of steps: squares, norm of the step, samples of this rank
         self._averages: tuple[float, float] | None = None  # S and |G|^2
         self._handles: list[Any] = [p.register_hook(self._see) for p in engine.root.parameters() if p.requires_grad]
@@ -60,19 +111,6 @@ class GradientNoise:
         for listeners, listener in lists:
             listeners.append(listener)
         self._forget = [partial(listeners.remove, listener) for listeners, listener in lists]
-
-    def _check(self, session: Session, engine: Engine) -> None:
-        if session.mesh is not None:
-            text = "needs ranks that all see other data, and here some have parts of the model or of sequences"
-        elif len(engine.optimizers) != 1:
-            text = f"needs one optimizer, and there are {len(engine.optimizers)}"
-        elif engine.peers.sums_gradients:
-            text = "needs the mean of ranks, and gradient_allreduce_op is another"
-        elif self._parts == 1:
-            text = "compares micro-batches, and a step has one: accumulate gradients, or use several ranks"
-        else:
-            return
-        raise ConfigError.about(KEY, f"{KEY}=true {text}. Remove the key otherwise.")
 
     def stop(self) -> None:
         """Remove the hooks."""

@@ -31,7 +31,8 @@ from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.full_params import owns_all, restore_whole, take_over_assigned, was_converted
 from lt_zero.core.engine.guard import owner_of
-from lt_zero.core.feature import Feature, followers
+from lt_zero.core.feature import Feature
+from lt_zero.core.followers import followers
 from lt_zero.core.health.agreement import Agreement
 from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer

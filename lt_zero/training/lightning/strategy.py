@@ -35,7 +35,7 @@ from lt_zero.core.comm.world import World
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.full_params import restore_whole, sync_buffers
 from lt_zero.core.engine.materialize import ConstructionSharder
-from lt_zero.core.feature import end_fit, follow
+from lt_zero.core.followers import end_fit
 from lt_zero.core.health.before_joining import met, watch_start
 from lt_zero.parallel.mesh import DeviceMesh
 from lt_zero.parallel.plan import keeping_ties
@@ -332,7 +332,7 @@ class ZeroStrategy(RunQueries):
             set_up.show_model(self._engine)
             tell_ignored([] if fitting else ignored_keys(self.config), self.global_rank)
         elif fitting:
-            set_up.show_features(known, follow(known))
+            set_up.show_features(known, self.session.follow(known))
         set_up.skip_graphs(trainer, self._engine)
         plugin.engine, plugin.device_type = self._engine, self.root_device.type
         # In manual optimization nothing tells which backward is the last one of a step.

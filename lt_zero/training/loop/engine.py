@@ -159,8 +159,7 @@ class TrainingEngine(EngineQueries):
             return
         self.optimizer, self._sharded = optimizer, ShardedOptimizer.of(optimizer)
         self._tell_of_two("optimizer", block is not None and given_one, "the argument is used")
-        if self._config.gradient_noise_scale:
-            self.monitor.measure_noise(self.session, self.engine, self._gas, self._micro or 1)
+        self.monitor.measure(self.engine, self._gas, self._micro or 1, lambda: self.session.loss_scale.scale)
         self.engine.before_backward.append(self._begin_backward)
         self.engine.after_backward.append(self._end_backward)
         if self._config.scheduler is not None:

@@ -29,11 +29,10 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import Comet, CsvMonitor, TensorBoard, Wandb
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.engine import Engine
+from lt_zero.core.followers import Figure, figures_of
 from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.core.stores.regular_file import open_for_update
-from lt_zero.tools.gradient_noise.gradient_noise import GradientNoise
 from lt_zero.training.run_file import RunFile, cut_incomplete_line
-from lt_zero.training.session import Session
 
 Event = tuple[str, float, int]  # name, value, samples
 _PREFIX = "Train/Samples/"
@@ -118,7 +117,7 @@ class _Step(NamedTuple):
     rate: float | None
     values: Tensor
     copied: Any  # the event after which ``values`` may be read; None: at once
-    noise: float | None
+    figures: dict[str, float | None]  # of features, by name
 
 
 class _Output:
@@ -137,7 +136,7 @@ class _Output:
             total, known, norm = step.values.tolist()
             loss = total / known if known else math.nan
             found = {"train_loss": loss, "lr": step.rate, "loss_scale": scale, "skipped_steps": skipped}
-            found["gradient_noise_scale"] = step.noise
+            found |= step.figures
             found |= {"grad_norm": norm if math.isfinite(norm) else None}  # of a skipped step, or not computed
             if not known:
                 del found["train_loss"]
@@ -181,7 +180,7 @@ class LoopMonitor:
                 self._open(config, mode)
         self.enabled: bool = world.host_broadcast(bool(self._output.writers), "monitors")
         self._samples = 0  # trained so far
-        self._noise: GradientNoise | None = None
+        self._figures: dict[Figure, Callable[[], object]] = {}  # with what ends each
         self._loss: Tensor | None = None  # 0D, of the micro-batches since the last step
         self._end = weakref.finalize(self, self._output.end)  # also at the end of the process
 
@@ -226,11 +225,17 @@ class LoopMonitor:
             part = loss.detach().reshape(()).float() * share
             self._loss = part if self._loss is None else self._loss + part
 
-    def measure_noise(self, session: Session, engine: Engine, micro_batches: int, micro: int) -> None:
-        """Also write ``gradient_noise_scale``; micro-batches have ``micro`` samples. Errors: ``GradientNoise``."""
+    def measure(self, engine: Engine, micro_batches: int, micro: int, weight: Callable[[], float]) -> None:
+        """Also write the figures that features measure of an engine.
+
+        ``micro``: the samples of a micro-batch. Other arguments, and errors, are those of ``Figure.begin``.
+        """
         if self.enabled:
-            self._noise = GradientNoise(session, engine, micro_batches, lambda: session.loss_scale.scale)
-            engine.after_backward.append(partial(self._noise.see_batch, micro))
+            for figure in figures_of(engine):
+                figure.begin(micro_batches, weight)
+                see = partial(figure.see_batch, micro)
+                engine.after_backward.append(see)
+                self._figures[figure] = partial(engine.after_backward.remove, see)
 
     def begin_step(self, samples: int, controller: LossScaleController) -> None:
         """Write the events of the step before, see Note [When events are written]. ``samples``: before this step."""
@@ -243,7 +248,7 @@ class LoopMonitor:
         if not self.enabled:
             return
         device, loss = self._world.device, self._loss
-        noise = self._noise.read() if self._noise is not None else None
+        figures = {figure.name: figure.read() for figure in self._figures}
         none = torch.zeros((), device=device)
         values = torch.stack([none if loss is None else loss.to(device), torch.full_like(none, loss is not None)])
         values = self._world.sum_all(values, "loss of a monitor")
@@ -254,7 +259,7 @@ class LoopMonitor:
         values, copied = torch.cat([values, (nan if norm is None else norm.detach().to(nan))[None]]), None
         if accelerator.has_streams(device):
             values, copied = accelerator.fetch(values)
-        self._output.due.append(_Step(samples, rates[0] if rates else None, values, copied, noise))
+        self._output.due.append(_Step(samples, rates[0] if rates else None, values, copied, figures))
         if self._output.file is None and self._new_file is not None:
             self._output.file = self._new_file(self._samples)
         if self._output.file is not None:
@@ -269,6 +274,8 @@ class LoopMonitor:
     def end(self, controller: LossScaleController) -> None:
         """Write what is not written yet."""
         self.begin_step(self._samples, controller)
-        if self._noise is not None:
-            self._noise.stop()
+        for figure, forget in self._figures.items():
+            figure.end()
+            forget()
+        self._figures.clear()
         self._output.end()

@@ -20,13 +20,14 @@ import lt_zero
 from lt_zero.common import accelerator, compat
 from lt_zero.config import ZeroConfig
 from lt_zero.config.options import group_options
+from lt_zero.core.ask import configure_group
 from lt_zero.core.comm import process_groups
 from lt_zero.core.comm import world as world_module
 from lt_zero.core.comm.process_groups import Communicators
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
 from lt_zero.core.health.hang_detection import HangDetector
-from lt_zero.exchange.choose import configure_group
+from lt_zero.features import features_of
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from lt_zero.planning.communicators import communicators
 from tests.support.pool import Pool
@@ -252,7 +253,7 @@ def splits(can: bool) -> Iterator[list[str]]:
 def _groups(group: ShardGroup) -> list[list[int]]:
     """The ranks of the groups that are made at start-up."""
     config = ZeroConfig.of({"zero_optimization": {"stage": 3, "mics_shard_size": 8}})
-    configure_group(group, group_options(config))
+    configure_group(group, group_options(config), features_of(config))
     group.allow_background()
     return [dist.get_process_group_ranks(found) for found in group.world.process_groups]
 
@@ -370,7 +371,7 @@ def _communicators(sizes: dict[str, int], zero: dict[str, Any] | None = None) ->
             groups += [mesh.peers, mesh._cut, mesh._experts.same if mesh._experts is not None else None]
         for group in groups:
             if group is not None:
-                configure_group(group, group_options(config))
+                configure_group(group, group_options(config), features_of(config))
         assert world.communicators == Communicators(len(made), 3 * len(made) << 20)
         return Counter([world.size, *map(dist.get_world_size, made)])  # the world's own was connected before
 

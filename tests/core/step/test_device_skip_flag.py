@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
 import lt_zero
-from lt_zero import ops
+from lt_zero import kernels as ops
 from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.optim import Lamb, Lion

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero import ops
+from lt_zero import kernels as ops
 from lt_zero.optim import Lamb, Lion
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 import lt_zero
-from lt_zero import ops
+from lt_zero import kernels as ops
 from lt_zero.core.engine.optimizer_spec import Combine, Kernel, NormedOptimizer, chosen
 from lt_zero.core.step.fused_step import FusedStep
 from lt_zero.optim import Lamb, Lion

@@ -18,7 +18,6 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import lt_zero
 from lt_zero import FabricZeroStrategy
-from lt_zero.features.ema.average import WeightAverage
 from tests.support.lightning_tools import GPT, quick, sharded_trainer, torchrun_env
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
@@ -270,21 +269,6 @@ def _accumulates(stage: int) -> str:
 def test_exchanges_that_nobody_waits_for(pool: Pool) -> None:
     for told in pool.run(2, _accumulates, 2):
         assert re.search("lr is 0.1 on rank 0 and 0.2 on rank 1", told), told
-
-
-def _averages() -> str:
-    run = Run(3, "before", lambda _: None)
-    run.step(0)
-    average = WeightAverage(run.engine)
-    average.update(0.5 if other() else 0.9)
-    with pytest.raises(RuntimeError) as caught:
-        average.swap()
-    return str(caught.value)
-
-
-def test_averages_decay_alike(pool: Pool) -> None:
-    for told in pool.run(2, _averages):
-        assert "the decay of the average of weights is 0.9 on rank 0 and 0.5 on rank 1" in told, told
 
 
 class AddsHead(pl.Callback):

@@ -17,6 +17,7 @@ from lt_zero.cli import app
 from lt_zero.common.errors import CheckpointError
 from lt_zero.training.lightning.monitor.plot import read_drawn
 from lt_zero.training.lightning.monitor.reading import LogsError
+from tests.support.features import needs
 from tests.support.file_readers import (
     BESIDE,
     ERRORS,
@@ -188,6 +189,7 @@ def test_no_reader_waits_or_fills_the_memory(kind: Callable[[Path], None], tmp_p
 EVERY = pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.slow)])
 
 
+@needs("compare")
 @EVERY
 def test_a_damaged_record_is_no_difference(tmp_path: Path, every: int) -> None:
     """Status 1 of ``lt-zero compare`` means that the runs differ; whatever cannot be read is 2."""

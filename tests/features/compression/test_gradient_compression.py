@@ -15,9 +15,9 @@ import lt_zero
 from lt_zero import ConfigError, ZeroConfig
 from lt_zero.checkpoint.native.rank_state import load_residuals, residual_state
 from lt_zero.config.precision import dtype_policy, resolve_mode
+from lt_zero.core.comm.costs import Costs
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.step.loss_scale import LossScaleController
-from lt_zero.exchange.compression import Costs
 from lt_zero.features.compression.gradient_compression import verdict
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,9 +17,13 @@ from lt_zero.core.engine.averaged_weights import average_of
 from lt_zero.features.ema.average import WeightAverage
 from lt_zero.planning.check import measured
 from lt_zero.planning.forecast import MOMENTS
+from tests.support.lightning_tools import quick
+from tests.support.matrix import only
 from tests.support.models import Net, next_token_loss
 from tests.support.offload_runs import blocks
-from tests.support.parity import config_of, full_values
+from tests.support.parallel_nets import Net as MeshNet
+from tests.support.parallel_nets import Ranks, all_weights, loss_of, reference_step, start
+from tests.support.parity import OPTIMIZERS, STAGES, config_of, full_values
 from tests.support.pool import Pool
 
 
@@ -113,3 +118,49 @@ def _validate_on_a_slow_rank(folder: str) -> None:
 
 def test_weights_come_back_when_all_ranks_have_used_the_averages(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _validate_on_a_slow_rank, str(tmp_path))
+
+
+def _decays() -> str:
+    rank = dist.get_rank()
+    with quick():
+        engine = lt_zero.shard(Net(), config_of(3))
+    sharded = lt_zero.ShardedOptimizer(engine, torch.optim.SGD(engine.root.parameters(), lr=0.1))
+    next_token_loss(engine.root, 0, 0, rank).backward()
+    sharded.optimizer.step()
+    average = WeightAverage(engine)
+    average.update(0.5 if rank == 1 else 0.9)
+    with pytest.raises(RuntimeError) as caught:
+        average.swap()
+    return str(caught.value)
+
+
+def test_averages_decay_alike(pool: Pool) -> None:
+    for told in pool.run(2, _decays):
+        assert "the decay of the average of weights is 0.9 on rank 0 and 0.5 on rank 1" in told, told
+
+
+def _of_tensor_ranks(stage: int) -> None:
+    run = start(Ranks(2, 2), stage, "adamw")
+    reference = MeshNet()
+    expected = OPTIMIZERS["adamw"](reference.parameters())
+    averages = dict[str, Tensor]()
+    average = WeightAverage(run.engine)
+    for step in range(3):
+        run.optimizer.zero_grad()
+        loss_of(run.model, step, run.data_rank, 0).backward()
+        run.sharded.grads.clip_norm(0.05)
+        reference_step(reference, expected, step, run.ranks.data, 1, 0.05)
+        run.optimizer.step()
+        average.update(0.75)
+        for name, p in reference.named_parameters():
+            averages[name] = averages[name] * 0.75 + p.detach() * 0.25 if name in averages else p.detach().clone()
+    with average.showing(True):
+        shown = all_weights(run.engine)
+    for name, value in averages.items():
+        torch.testing.assert_close(shown[name], value, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", only([1, 3], STAGES))
+def test_averages_of_parts_of_tensors(pool: Pool, stage: int) -> None:
+    pool.run(4, _of_tensor_ranks, stage)

@@ -19,11 +19,12 @@ import lt_zero
 from lt_zero import ConfigError, ZeroConfig
 from lt_zero.checkpoint.native.rank_state import load_residuals, residual_state
 from lt_zero.config.options import group_options
+from lt_zero.core.ask import configure_group
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.transport import Mesh
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.engine import Engine
-from lt_zero.exchange.choose import configure_group
+from lt_zero.features import features_of
 from lt_zero.features.late_nodes.late_ranks import tolerant_sum
 from lt_zero.features.late_nodes.tolerance import TolerantSum, tolerance_of
 from tests.support.matrix import only, only_rows
@@ -37,7 +38,7 @@ SIZES = {"large": 700_001, "small": 5}  # several pieces; fewer elements than a 
 def _group(share: float) -> ShardGroup:
     group = ShardGroup.of_all(World.join(torch.device("cpu")))
     config = ZeroConfig.of(config_of(0, communication={"slow_node_tolerance": share}))
-    configure_group(group, group_options(config))
+    configure_group(group, group_options(config), features_of(config))
     return group
 
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero import ConfigError, ZeroConfig
 from lt_zero.config.precision import dtype_policy, resolve_mode
+from lt_zero.core.comm.costs import Costs
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.step.loss_scale import LossScaleController
-from lt_zero.exchange.compression import Costs
-from lt_zero.exchange.plan import MOMENTA
-from lt_zero.features.compression.gradient_compression import GradientCompression
+from lt_zero.exchange.error_feedback import FeedbackExchange
+from lt_zero.features.one_bit.feature import MOMENTA
 from lt_zero.optim import OneBitAdam, build_optimizer
 from tests.support.matrix import only_rows
 from tests.support.models import Net, next_token_loss
@@ -155,7 +155,7 @@ def _train(stage: int, type_: str, steps: int) -> tuple[list[float], dict[str, A
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
-    costs = engine.exchange.sums.compressor.costs if isinstance(engine.exchange, GradientCompression) else Costs()
+    costs = engine.exchange.sums.compressor.costs if isinstance(engine.exchange, FeedbackExchange) else Costs()
     return losses, {name: value.numpy() for name, value in full_values(engine).items()}, costs.dense, costs.sent
 
 

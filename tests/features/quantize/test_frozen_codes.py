@@ -13,13 +13,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lt_zero
-from lt_zero import ConfigError
+from lt_zero import ConfigError, ZeroConfig
 from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.config.options import engine_options
 from lt_zero.config.precision import dtype_policy
+from lt_zero.core.ask import adapted
 from lt_zero.core.engine.full_params import full_parameters
-from lt_zero.core.engine.partition import plan_engine, warn_of_blocks
-from lt_zero.features.quantize.nf4 import RESTING
+from lt_zero.core.engine.options import EngineOptions
+from lt_zero.core.engine.partition import plan_engine
+from lt_zero.features import features_of
+from lt_zero.features.quantize.feature import warn_of_blocks
+from lt_zero.features.quantize.nf4 import NF4, RESTING
+from lt_zero.kernels.codecs import INT8
 from lt_zero.planning.check import measured
 from lt_zero.planning.forecast import WEIGHTS
 from tests.support.matrix import cover, only_rows
@@ -219,6 +224,20 @@ def test_weights_that_cannot_rest_encoded_are_refused() -> None:
         config_of(3, {"zero_quantized_nontrainable_weights": True}, quantize=8)
 
 
+def _options(config: ZeroConfig, training: bool = True) -> EngineOptions:
+    return adapted(engine_options(config, dtype_policy(config, "bf16-mixed")), features_of(config), training)
+
+
+def test_weights_rest_in_the_codec_of_their_bits() -> None:
+    assert _options(config_of(3, quantize=8)).resting is INT8
+    assert _options(config_of(3, quantize=4)).resting is NF4
+
+
+def test_no_wider_weights_are_kept_in_inference() -> None:
+    found = [_options(config_of(3, quantize=8), training).dtypes.low_master for training in (True, False)]
+    assert found == [False, True]
+
+
 def test_parts_that_cut_through_blocks_are_named() -> None:
     """A resume on another number of tensor or expert ranks rounds them again."""
     parts = {"rows": ((6, 64), (2, 64)), "columns": ((4, 128), (4, 64)), "few": ((6, 40), (2, 40))}
@@ -227,7 +246,7 @@ def test_parts_that_cut_through_blocks_are_named() -> None:
         model = nn.ParameterDict({name: torch.zeros(sizes) for name, (_, sizes) in parts.items()})
         model.requires_grad_(False)
         config = config_of(3, quantize=bits)
-        plan = plan_engine(nn.Sequential(model), engine_options(config, dtype_policy(config, "32-true")), 2, specs)
+        plan = plan_engine(nn.Sequential(model), _options(config), 2, specs)
         with pytest.warns(UserWarning, match=text):
             warn_of_blocks(plan, bits)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero import ConfigError
 from lt_zero.core.engine.bucket import State
-from lt_zero.exchange.plan import GRADIENTS, GRADIENTS_INSIDE, WEIGHTS
+from lt_zero.features.zero_plus_plus.zero_plus_plus import GRADIENTS, GRADIENTS_INSIDE, WEIGHTS
 from tests.support.checkpoint_tools import copied, resume, same, train
 from tests.support.matrix import cover, only, only_rows
 from tests.support.models import Net, next_token_loss

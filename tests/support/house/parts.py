@@ -11,7 +11,7 @@ from pathlib import Path
 # Files without their ending, or folders with a slash at the end, relative to the package. The longest one that fits a
 # file decides: a folder belongs to one part, and single files of it to others.
 PARTS: dict[str, tuple[str, ...]] = {
-    "core.engine": ("core/__init__", "core/engine/", "core/feature"),
+    "core.engine": ("core/__init__", "core/engine/", "core/ask", "core/feature"),
     "core.step": ("core/step/", "core/engine/optimizer_spec"),
     "core.comm": ("core/comm/",),
     "core.stores": ("core/stores/",),
@@ -29,8 +29,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     "checkpoint": ("checkpoint/", "core/engine/lazy_tensor", "core/engine/whole_model", "training/checkpoints"),
     "training": (
         "exchange/__init__",
-        "exchange/choose",
-        "exchange/plan",
         "features/__init__",
         "planning/__init__",
         "planning/check",
@@ -45,6 +43,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "feature.compression": (
         "exchange/compression",
         "exchange/encoded",
+        "exchange/error_feedback",
         "features/compression/",
         "kernels/codecs",
         "kernels/huffman",
@@ -81,7 +80,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "offload/",
         "training/loop/moved_states",
     ),
-    "feature.one_bit": ("features/one_bit/", "optim/onebit", "optim/zero_one"),
+    "feature.one_bit": ("features/one_bit/",),
     "feature.optimizers": ("core/step/full_norms", "optim/adam", "optim/lamb", "optim/lion", "optim/muon"),
     "feature.pipeline": ("core/comm/point_to_point", "parallel/pipeline/", "training/loop/pipeline_engine"),
     "feature.quantize": ("features/quantize/",),

@@ -12,6 +12,7 @@ from torch import nn
 import lt_zero
 from lt_zero import attention
 from lt_zero.attention import Fixed, SparseSelfAttention, pattern_of, sparse_attention
+from tests.support.features import needs
 
 QUERY = torch.ones(1, 2, 32, 8)
 CONFIG = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
@@ -69,7 +70,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), WRONG)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [pytest.param(*row, marks=needs("ema")) if "EMA" in row[1] or "every_n" in row[1] else row for row in WRONG],
+)
 def test_a_wrong_argument_is_named(call: Callable[[], Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         call()

@@ -17,7 +17,6 @@ from lt_zero.common.console import RunConsole
 from lt_zero.common.phases import NOTHING, PARTS, STAGES, TimedSpan, phase
 from lt_zero.common.tables import show
 from lt_zero.common.timing import Clock, Times
-from lt_zero.features.late_nodes.late_ranks import tolerant_sum
 from lt_zero.planning.limits import peak_rss
 from lt_zero.training.lightning.model_report import memory_report
 from lt_zero.training.lightning.monitor.printing import print_line
@@ -58,10 +57,12 @@ class StepClock(RunObserver):
         self.every, self._shows_times = every, times
         self._clock: Clock | None = None
         self._pause: TimedSpan = NOTHING
+        self._missing_share: Callable[[], float] | None = None  # of sums that late ranks may miss
 
     def start(self, run: RunSnapshot) -> None:
         self._world = run.engine.world
-        self._tolerance = tolerant_sum(run.engine.groups[0])
+        exchange = run.engine.exchange
+        self._missing_share = exchange.missing_share if exchange.sums_late else None
         if self._world.size == 1 and not self._shows_times:
             return
         self._clock = Clock(self._world.device)
@@ -71,6 +72,7 @@ class StepClock(RunObserver):
         if self._clock is not None:
             self._clock.stop()
         self._clock = None
+        self._missing_share = None
 
     def pause(self) -> None:
         if self._clock is not None:
@@ -101,8 +103,8 @@ class StepClock(RunObserver):
             if len(times) > 1:
                 rank, lateness = late_rank(times)
                 shown |= {"zero/late_rank": rank, "zero/lateness_ms": lateness}
-                if self._tolerance is not None:
-                    shown["zero/late_gradients"] = self._tolerance.missing_share()
+                if self._missing_share is not None:
+                    shown["zero/late_gradients"] = self._missing_share()
                 if lateness > LATE_SHARE * metrics(times)["time/total_ms"]:
                     print_line(module, late_line(number, rank, self._world.hosts[rank], lateness, times))
             for logger in module.trainer.loggers:

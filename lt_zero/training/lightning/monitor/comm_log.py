@@ -30,10 +30,10 @@ import torch
 from rich.table import Table
 
 from lt_zero.common import accelerator
+from lt_zero.core.comm.costs import Costs
 from lt_zero.core.comm.options import RecordedCollectives
 from lt_zero.core.comm.ranks import Unlogged
 from lt_zero.core.comm.work import Work, WorkList
-from lt_zero.exchange.compression import Compressed, Costs
 
 
 class CommRecord(NamedTuple):
@@ -273,17 +273,15 @@ def comm_table(records: Iterable[CommRecord], rank: int = 0) -> Table:
 class _Recorded:
     """A launched collective that is recorded at its first wait."""
 
-    def __init__(self, log: CommLog, opened: _Open, work: Work) -> None:
+    def __init__(self, log: CommLog, opened: _Open, work: WorkList) -> None:
         self._log = log
         self._opened = opened
         self._work = work
         self._over = False
 
-    def wait(self) -> Any:
+    def wait(self) -> None:
         waiting = self._log.now(self._opened)
-        result = self._work.wait()
+        self._work.wait()
         if not self._over:
             self._over = True
-            costs = self._work.costs if isinstance(self._work, Compressed) else Costs()
-            self._log.close(self._opened._replace(costs=costs), waiting)
-        return result
+            self._log.close(self._opened._replace(costs=self._work.costs or Costs()), waiting)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lt_zero.common import accelerator
 from lt_zero.common.compat import logged_step
 from lt_zero.common.tensor_tree import rows_of
-from lt_zero.tools.gradient_noise.gradient_noise import GradientNoise
+from lt_zero.core.followers import Figure, figures_of
 from lt_zero.training.lightning.monitor.flops import FlopCount
 from lt_zero.training.lightning.monitor.printing import print_line
 from lt_zero.training.lightning.precision import ZeroPrecision
@@ -74,7 +74,7 @@ class StepMetrics:
     samples_per_s: float | None = None
     tflops: float | None = None
     memory_gb: float | None = None
-    gradient_noise_scale: float | None = None
+    figures: tuple[tuple[Figure, float | None], ...] = ()  # of features
 
     def line(self) -> str:
         """The printed line, ``step 10: loss=2.31, lr=0.001, ...``."""
@@ -90,7 +90,7 @@ class StepMetrics:
             ("samples/s", self.samples_per_s, ".4g"),
             ("TFLOP/s", self.tflops, ".4g"),
             ("memory_gb", self.memory_gb, ".4g"),
-            ("noise_scale", self.gradient_noise_scale, ".4g"),
+            *((figure.label, value, ".4g") for figure, value in self.figures),
         ]
         return f"step {self.step}: " + ", ".join(f"{name}={v:{form}}" for name, v, form in parts if v is not None)
 
@@ -103,9 +103,10 @@ class StepMetrics:
         own = "zero/" if self.optimizer is None else f"zero/optimizer_{self.optimizer}/"
         split = split_rates or len(set(self.rates)) > 1
         rates = {f"{own}lr_{group}" if split else f"{own}lr": rate for group, rate in enumerate(self.rates)}
-        shared = ("loss_scale", "skipped_steps", "samples_per_s", "tflops", "memory_gb", "gradient_noise_scale")
+        shared = ("loss_scale", "skipped_steps", "samples_per_s", "tflops", "memory_gb")
         found = {"zero/loss": self.loss, **rates, f"{own}grad_norm": self.grad_norm}
         found |= {f"zero/{name}": getattr(self, name) for name in shared}
+        found |= {f"zero/{figure.name}": value for figure, value in self.figures}
         return {name: value for name, value in found.items() if value is not None}
 
 
@@ -121,7 +122,7 @@ class StepPrinter(RunObserver):
     * ``TFLOP/s``: of one device, averaged over the ranks, in the same time: 10^12 operations of forward and backward.
     * ``memory_gb``: of rank 0, in 10^9 bytes. On a GPU the peak that torch had allocated since the start of the process
       or the last reset; on the CPU the current resident memory.
-    * ``noise_scale``: with ``gradient_noise_scale``, in samples.
+    * ``noise_scale``: with ``gradient_noise_scale``, in samples; and other figures of features.
 
     Unknown metrics are left out. The Trainer's loggers get ``zero/loss``, ``zero/lr``, ... under
     Lightning's own step, which counts batches that step, from 0.
@@ -136,7 +137,7 @@ class StepPrinter(RunObserver):
     def __init__(self, every: int | None, count: FlopCount | None = None) -> None:
         self.every, self.count = every, count
         self._norm: Tensor | None = None  # the plugin's norm at the last step, to detect a new one
-        self._noise: GradientNoise | None = None
+        self._figures: list[Figure] = []
         self._split_rates: set[int] = set()  # optimizers whose groups had different rates
         self.start()
 
@@ -151,10 +152,10 @@ class StepPrinter(RunObserver):
         self._losses = 0
         if self.count is not None:
             self.count.request()
-        if run is not None and run.config.gradient_noise_scale:
-            self._measure_noise(run)
+        if run is not None:
+            self._measure(run)
 
-    def _measure_noise(self, run: RunSnapshot) -> None:
+    def _measure(self, run: RunSnapshot) -> None:
         trainer, module = run.trainer, run.module
         assert trainer is not None
         assert module is not None
@@ -163,12 +164,14 @@ class StepPrinter(RunObserver):
         def weight() -> float:
             return run.loss_scale.scale / accumulates
 
-        self._noise = GradientNoise(run.session, run.engine, accumulates, weight)
+        for figure in figures_of(run.engine):
+            figure.begin(accumulates, weight)
+            self._figures.append(figure)
 
     def stop(self) -> None:
-        if self._noise is not None:
-            self._noise.stop()
-        self._noise = None
+        for figure in self._figures:
+            figure.end()
+        self._figures.clear()
 
     def before_forward(self, module: pl.LightningModule) -> None:
         if self._since is None:
@@ -179,8 +182,8 @@ class StepPrinter(RunObserver):
         rows = rows_of(batch)
         self._samples = None if rows is None or self._samples is None else self._samples + rows
         self._batches += 1
-        if self._noise is not None:
-            self._noise.see_batch(rows or 0)
+        for figure in self._figures:
+            figure.see_batch(rows or 0)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and loss.numel() == 1:
             value = loss.detach().reshape(()).float()
@@ -234,7 +237,7 @@ class StepPrinter(RunObserver):
         sums = trainer.strategy.reduce(sums, session.data_group, reduce_op="sum")
         # Collective if the device has a skip flag.
         skipped = plugin.skipped_steps
-        noise = self._noise.read() if self._noise is not None else None
+        figures = tuple((figure, figure.read()) for figure in self._figures)
         if trainer.is_global_zero:
             loss, losses, total, counted, operations, known = sums.tolist()
             world, seconds = trainer.world_size, None if self._since is None else time.perf_counter() - self._since
@@ -245,7 +248,7 @@ class StepPrinter(RunObserver):
                 "samples_per_s": total / seconds if seconds and counted == session.data_ranks else None,
                 "tflops": operations / world / seconds / 1e12 if seconds and known == world else None,
                 "memory_gb": memory_gb(device),
-                "gradient_noise_scale": noise,
+                "figures": figures,
             }
             for metrics, index, norm, step in self._due:
                 value = norm.item() if norm is not None else None

@@ -1,0 +1,30 @@
+"""Imports what features have, which may not be installed."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from lt_zero.common.errors import ConfigError, missing_part
+
+
+def load(place: str, key: str, feature: str) -> Any:
+    """Import what a feature has.
+
+    Args:
+        place: ``module:name`` of it.
+        key: of the configuration, or variable of the environment, by which it is asked for.
+        feature: name of the feature, in texts.
+
+    Raises:
+        ConfigError: the feature is not installed; names the key.
+    """
+    module, _, name = place.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (missing := missing_part(module, error)) is None:
+            raise  # the feature is there, and lacks a library
+        text = f"{key}: {feature} is not installed, there is no module {missing}. Install lt_zero with it, or remove"
+        raise ConfigError.about(key, f"{text} {key}.") from error
+    return getattr(found, name)

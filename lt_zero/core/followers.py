@@ -1,0 +1,101 @@
+"""The features beside an engine, and the numbers that they measure of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from lt_zero.core.engine.engine import Engine
+from lt_zero.core.feature import Feature, Handle, Run
+
+
+class Follower:
+    """A feature beside an engine, which has this in its ``handles``.
+
+    Attributes:
+        handle: what ``feature.watch`` has returned; None: nothing, or it does not follow the engine.
+    """
+
+    def __init__(self, feature: Feature) -> None:
+        self.feature = feature
+        self.handle: Handle | None = None
+        self._follows = False
+
+    def begin(self, engine: Engine, run: Run) -> bool:
+        """Let the feature follow the engine; returns whether it did not already. Collective."""
+        if self._follows:
+            return False
+        self.handle = self.feature.watch(engine, run)
+        self._follows = True
+        return True
+
+    def remove(self) -> None:
+        """End it. Idempotent."""
+        if self.handle is not None:
+            self.handle.remove()
+        self.handle = None
+        self._follows = False
+
+
+def followers(engine: Engine) -> list[Follower]:
+    """The features beside an engine, in the order of their table."""
+    return [handle for handle in engine.handles if isinstance(handle, Follower)]
+
+
+def follow(engine: Engine, run: Run) -> list[Feature]:
+    """Let the features beside an engine follow it; returns those that did not already. Collective."""
+    return [follower.feature for follower in followers(engine) if follower.begin(engine, run)]
+
+
+def end_fit(engine: Engine) -> None:
+    """End what features do for one fit only; the engine stays attached."""
+    for follower in followers(engine):
+        if follower.feature.ends_with_fit:
+            follower.remove()
+
+
+class Figure(ABC):
+    """A number that a feature measures, and that monitors show beside their own. ``Feature.watch`` returns it.
+
+    Monitors call ``begin`` and ``end`` for each training; without monitors nothing is called.
+
+    Attributes:
+        name: in logs, ``zero/NAME`` or ``Train/Samples/NAME``.
+        label: in lines that are printed.
+    """
+
+    name: str
+    label: str
+
+    @abstractmethod
+    def begin(self, micro_batches: int, weight: Callable[[], float]) -> None:
+        """Measure from here on: the engine has its optimizers.
+
+        Args:
+            micro_batches: of a step.
+            weight: what the loss of a micro-batch is multiplied with before its backward.
+
+        Raises:
+            ConfigError: there is no such number in this training.
+        """
+
+    @abstractmethod
+    def see_batch(self, rows: int) -> None:
+        """Note the samples of a micro-batch of this rank."""
+
+    @abstractmethod
+    def read(self) -> float | None:
+        """The number; None while it is unknown. Collective."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Measure no longer. No-op if it does not."""
+
+    def remove(self) -> None:
+        """End it with the engine."""
+        self.end()
+
+
+def figures_of(engine: Engine) -> list[Figure]:
+    """The numbers that features measure of an engine, in the order of the features."""
+    return [follower.handle for follower in followers(engine) if isinstance(follower.handle, Figure)]
