@@ -169,6 +169,7 @@ class Bucket:
         self.params = [p for _, p in plan.parameters]
         self.is_cut = storage.is_cut  # this rank steps, and gets the gradients of, a shard
         self.is_whole = storage.is_whole  # which may be all elements
+        self.sums_apart = self.is_cut and group.sums_replicas_apart  # sums over replicas may be left to a later one
         self.staged = storage.staged  # see sharded_optimizer.py, Note [Staged buckets]
         self.layout = plan.layout_in(group.mesh.shards, group.size)
         self.counted = storage.counted  # elements, where ranks of all groups have to decide alike
