@@ -24,11 +24,15 @@ def features_of(config: Any) -> list[Feature]:
     Raises:
         ConfigError: one is not installed; names its key.
     """
-    return [_load(entry)(config) for entry in (*_TABLE, *registered()) if entry.asked(config)]
+    return [load(entry)(config) for entry in (*_TABLE, *registered()) if entry.asked(config)]
 
 
-def _load(entry: Entry) -> type[Feature]:
-    """Import the class of a feature; raise ConfigError if it is not installed."""
+def load(entry: Entry) -> type[Feature]:
+    """Import the class of a feature.
+
+    Raises:
+        ConfigError: it is not installed; names the key.
+    """
     module, _, name = entry.place.partition(":")
     try:
         found = importlib.import_module(module)

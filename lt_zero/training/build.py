@@ -62,6 +62,7 @@ from lt_zero.core.engine.parts import Parts, Unjoined
 from lt_zero.core.engine.same_on_ranks import Snapshot, compare, compare_models
 from lt_zero.core.engine.storage_plan import plan_storage
 from lt_zero.core.engine.weight_rounding import NEAREST, WeightRounding
+from lt_zero.core.feature import Features
 from lt_zero.core.stores.pinned import return_freed_memory
 from lt_zero.exchange.choose import configure_group, exchange_of, gathers_of
 from lt_zero.exchange.plan import plan_codecs, plan_exchange
@@ -127,7 +128,7 @@ def shard(
     expect(module, nn.Module, "The module of lt_zero.shard", "pass an nn.Module")
     specs = tuple(specs)
     of_ranks = partial(group.ask_all, name="sizes of the model") if group is not None else alone
-    config = with_sizes(config if isinstance(config, ZeroConfig) else ZeroConfig.of(config), module, specs, of_ranks)
+    config = with_sizes(ZeroConfig.of(config), module, specs, of_ranks)
     placed = (t.device for t in chain(module.parameters(), module.buffers()) if t.device.type != "meta")
     device = accelerator.with_index(device or next(placed, torch.device("cpu")))
     if not accelerator.is_current(device):
@@ -206,6 +207,8 @@ def _shard(
     for feature in features if training else ():
         if (watching := feature.watch(engine)) is not None:
             engine.handles.append(watching)
+    if training and features:
+        engine.handles.append(Features(features))
     return engine
 
 
