@@ -13,14 +13,16 @@ from typing_extensions import override
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.layout import Piece
 from lt_zero.core.engine.lazy_tensor import Fragment, elements_of
-from lt_zero.core.feature import Entry, Feature
+from lt_zero.core.feature import Entry, Feature, Run
 
 
 class Sums(Feature):
     """Sums of this rank's shard of each bucket."""
 
     @override
-    def watch(self, engine: Engine) -> None:  # nothing to take back: an engine that is detached takes no steps
+    def watch(
+        self, engine: Engine, run: Run
+    ) -> None:  # nothing to take back: an engine that is detached takes no steps
         self.steps = 0
         self._rows = {bucket: torch.zeros_like(bucket.weights.values()) for bucket in engine.buckets}
         engine.after_step.append(self._add)

@@ -345,7 +345,7 @@ def own_values(world: World, values: Mapping[str, Any], of_ranks: Mapping[str, l
 
 
 def feature_states(engine: Engine, prefix: str = "", sharded: bool = True) -> dict[str, dict[str, Any]]:
-    """What the engine's features save; {} if it is nothing. See Note [States of features]. Collective.
+    """The states of the engine's features; {} if there are none. See Note [States of features]. Collective.
 
     Args:
         prefix: of the engine's parameters in the checkpoint.
