@@ -473,12 +473,20 @@ def test_every_key_has_a_probe() -> None:
     assert not set(PROBES) & set(WITHOUT_CHOICE)
 
 
-_OF_FEATURES = {"gradient_noise_scale": "gradient_noise"}  # key -> the feature without which it has no code
+# Key, or the start of it -> the feature without which it has no code.
+_OF_FEATURES = {
+    A: "activation_checkpointing",
+    S: "sparse_attention",
+    L: "tiles",
+    "gradient_noise_scale": "gradient_noise",
+}
 
 
-@pytest.mark.parametrize(
-    "key", [pytest.param(key, marks=needs(_OF_FEATURES[key])) if key in _OF_FEATURES else key for key in PROBES]
-)
+def _needed(key: str) -> list[str]:
+    return [feature for start, feature in _OF_FEATURES.items() if key.startswith(start)]
+
+
+@pytest.mark.parametrize("key", [pytest.param(key, marks=needs(*_needed(key))) for key in PROBES])
 def test_value_reaches_its_code(key: str, lab: Lab) -> None:
     probe = PROBES[key]
     configs = (dict(probe.base), {**probe.base, probe.at or key: probe.value})

@@ -22,6 +22,7 @@ from lt_zero.config.precision import dtype_policy
 from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.offload import host_store
 from lt_zero.training.build import built_by
+from tests.support.features import skip_without
 from tests.support.matrix import only, only_rows
 from tests.support.parallel_nets import (
     Net,
@@ -217,6 +218,8 @@ BESIDE = {"zero": {"offload_optimizer": {"device": "cpu", "overlap_step": True}}
     ),
 )
 def test_recomputes_and_offloads(pool: Pool, stage: int, ranks: Ranks, options: dict[str, Any]) -> None:
+    if options is RECOMPUTES:
+        skip_without("activation_checkpointing")
     pool.run(ranks.all, _saves_memory, stage, ranks, options, options is not RECOMPUTES)
 
 

@@ -87,6 +87,20 @@ def _marks_at_end(text: str) -> dict[str, str]:
     return marks
 
 
+# What a block has that uses a feature, which may have been taken out -> the feature.
+_OF_FEATURES = {
+    r"lt_zero\.attention|sparse_attention": "sparse_attention",
+    r"lt_zero\.(tiled|loss_head|TiledLinear)|long_sequences": "tiles",
+    r"activation_checkpointing": "activation_checkpointing",
+}
+
+
+def features_in(block: Block) -> list[str]:
+    """The features that a block uses."""
+    text = block.text + "".join(block.marks.values())
+    return [feature for pattern, feature in _OF_FEATURES.items() if re.search(pattern, text)]
+
+
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 

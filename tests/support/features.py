@@ -17,6 +17,12 @@ def there(name: str) -> bool:
     return any((_ROOT / part / name / "__init__.py").is_file() for part in ("features", "tools"))
 
 
+def skip_without(*names: str) -> None:
+    """Skip the running test if one of these features or tools is missing."""
+    if missing := [name for name in names if not there(name)]:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+
+
 def needs(*names: str) -> pytest.MarkDecorator:
     """A mark that skips a test if one of these features or tools is missing.
 
