@@ -37,6 +37,7 @@ FLOORS = (
 WITH = {
     "core/ask": "features",
     "core/feature": "features",
+    "core/followers": "features",
     "core/health": "core/comm",
     "optim/__init__": "optim/__init__",
     "tools/compare": "training",

@@ -24,6 +24,7 @@ from lt_zero.core.stores.pinned import rounded
 from lt_zero.kernels.codecs import INT8
 from lt_zero.planning.check import RESTING, measured
 from lt_zero.planning.forecast import GATHERED, OFFLOAD, WEIGHTS
+from tests.support.features import needs
 from tests.support.lightning_tools import GPT, quick, single_trainer
 from tests.support.models import Net, tokens
 from tests.support.pool import Pool
@@ -84,6 +85,7 @@ def test_keys_of_training_are_ignored_with_one_line(caplog: pytest.LogCaptureFix
     assert told == ["Inference has no use for optimizer, gradient_clipping, fused_step: ignored."]
 
 
+@needs("compression")
 def test_a_predict_ignores_them_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "lt_zero")
     config = _config(gradient_clipping=1.0, gradient_compression={"algorithm": "topk"})
@@ -218,6 +220,7 @@ def _quantized(file: str, folder: str | None, dtype: torch.dtype) -> tuple[list[
     return seen, kept, sum(bucket.layout.numel for bucket in engine.buckets)
 
 
+@needs("quantize")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("world", "files"), [(1, False), (2, False), (2, True)])
 def test_weights_rest_in_8_bits(pool: Pool, tmp_path: Path, world: int, files: bool, dtype: torch.dtype) -> None:
@@ -234,6 +237,7 @@ def test_weights_rest_in_8_bits(pool: Pool, tmp_path: Path, world: int, files: b
             assert kept[RESTING] == rounded(INT8.nbytes(numel // world // 4)) * 4
 
 
+@needs("quantize")
 def test_weights_that_rest_in_8_bits_are_not_trained() -> None:
     model = _net()
     lt_zero.inference(model, _config(quantize=8))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import features
-from tests.support.features import needs, there
+from tests.support.features import needs, skip_without, there
 
 
 def _skips(mark: pytest.MarkDecorator) -> bool:
@@ -25,3 +25,16 @@ def test_a_test_is_skipped_if_one_of_its_features_is_missing(monkeypatch: pytest
     mark = needs("ema", "doctor", "tiles")  # a folder without files of Python is what was left of one
     assert _skips(mark)
     assert mark.kwargs["reason"] == "not installed: doctor, tiles"
+
+
+def test_a_test_is_skipped_if_its_configuration_asks_for_a_missing_feature(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(features, "_ROOT", tmp_path)
+    skip_without({"zero_optimization": {"stage": 3}})
+    (root := tmp_path / "features" / "compression").mkdir(parents=True)
+    (root / "__init__.py").touch()
+    skip_without({"gradient_compression": {"algorithm": "1bit"}})
+    for asked in ({"zero_quantized_weights": True}, {"optimizer": {"type": "OneBitLamb"}}, "quantize"):
+        with pytest.raises(pytest.skip.Exception, match="not installed: (zero_plus_plus|one_bit|quantize)"):
+            skip_without({"gradient_compression": {}}, asked)

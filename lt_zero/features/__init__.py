@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from operator import attrgetter
 from typing import Any
 
-from lt_zero.common.errors import ConfigError
 from lt_zero.common.places import load
 from lt_zero.core.feature import Entry, Feature, registered
 
@@ -85,6 +85,12 @@ _TABLE = (
 )
 
 
+def is_installed(folder: str) -> bool:
+    """True if the feature of that folder is there: what plans suggest has to be."""
+    found = importlib.util.find_spec(f"{__name__}.{folder}")
+    return found is not None and found.origin is not None  # a folder that was taken out may leave bytecode behind
+
+
 def features_of(config: Any) -> list[Feature]:
     """The features that a configuration asks for, in the order of the table; those of other packages come last.
 
@@ -112,12 +118,3 @@ def require(key: str) -> None:
     for entry in _TABLE:
         if entry.key == key:
             load(entry.place, entry.key, entry.name)
-
-
-def is_installed(key: str) -> bool:
-    """True if the feature of a key can be used: see ``require``."""
-    try:
-        require(key)
-    except ConfigError:
-        return False
-    return True

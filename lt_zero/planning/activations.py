@@ -183,7 +183,7 @@ def _tile(model: nn.Module, config: ZeroConfig, stack: ExitStack) -> None:
     """
     if config.long_sequences.tiles:
         require("long_sequences")
-    elif not is_installed("long_sequences"):
+    elif not is_installed("tiles"):
         return
     from lt_zero.features.tiles.huggingface import install
     from lt_zero.features.tiles.tokens import TokenTiles

@@ -14,6 +14,7 @@ from lt_zero.common.tables import bytes_cell, show
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import OptimizerBlock
 from lt_zero.config.rules import contradictions
+from lt_zero.features import is_installed
 from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.planning.estimate import Machine, Setting, estimate, estimate_step, estimate_traffic, misfit, settings
 from lt_zero.planning.sizes import Model
@@ -59,11 +60,12 @@ def candidates(stage: int, world: int, per_node: int, device: str) -> Iterator[C
             yield CommOption(f"stage {stage}, mics_shard_size {per_node}", stage, zero)
         codes: dict[str, Any] = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
         codes |= {"zero_hpz_partition_size": per_node} if stage == 3 and groups else {}
-        yield CommOption(f"stage {stage}, ZeRO++", stage, codes, exact=False)
-    for algorithm in ("2bit", "1bit"):
+        if is_installed("zero_plus_plus"):
+            yield CommOption(f"stage {stage}, ZeRO++", stage, codes, exact=False)
+    for algorithm in ("2bit", "1bit") if is_installed("compression") else ():
         block = {"gradient_compression": {"algorithm": algorithm}}
         yield CommOption(f"stage {stage}, gradient_compression {algorithm}", stage, {}, block, exact=False)
-    if stage < 2:
+    if stage < 2 and is_installed("one_bit"):
         yield CommOption(f"stage {stage}, OneBitAdam", stage, {}, {"optimizer": {"type": "OneBitAdam"}}, exact=False)
 
 

@@ -26,6 +26,7 @@ from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.gather import Residency
 from lt_zero.core.engine.partition import EnginePlan, GroupFacts
 from lt_zero.core.engine.storage_plan import StoragePlan
+from lt_zero.features import is_installed
 from lt_zero.planning.forecast import planned
 from lt_zero.planning.setup import Setup
 
@@ -240,7 +241,8 @@ def choices(config: ZeroConfig, shards: int, per_node: int) -> list[Choice]:
         return found
     if shards > MANY and shards % MANY == 0 and MANY % per_node == 0:
         found.append(Choice((f"zero_optimization.mics_shard_size={MANY}",)))
-    if zero.stage == 3 and 1 < per_node < shards and shards % per_node == 0:
+    copies = zero.stage == 3 and is_installed("zero_plus_plus")
+    if copies and 1 < per_node < shards and shards % per_node == 0:
         found.append(Choice((f"zero_optimization.zero_hpz_partition_size={per_node}",)))
     if config.communication_data_type is None:
         found.append(Choice(("communication_data_type=bf16",), exact=False))

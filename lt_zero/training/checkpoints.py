@@ -46,9 +46,11 @@ from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.averaged_weights import average_of
+from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.whole_model import full_state_dict
 from lt_zero.core.step.loss_scale import LossScaleController
+from lt_zero.core.stores.store import Store
 
 log = logging.getLogger("lt_zero")
 
@@ -87,7 +89,7 @@ def weights_to_save(
     """The state dict, without the names in ``left_out``. Collective.
 
     Args:
-        averaged: with the averages of ``EMA`` where it has some, else with the trained weights.
+        averaged: with the averages of ``EMA`` where it has some, in their own dtype, else with the trained weights.
         sharded: in fragments, for a directory; else full tensors on rank 0, and nothing elsewhere.
     """
     without = set(left_out)
@@ -95,8 +97,17 @@ def weights_to_save(
         state = weight_fragments(engine, averaged)
     else:
         with averages_shown(engine, averaged):
-            state = full_state_dict(engine)
+            state = full_state_dict(engine, _wider_averages(engine) if averaged else {})
     return {name: value for name, value in state.items() if name not in without}
+
+
+def _wider_averages(engine: Engine) -> dict[Bucket, Store]:
+    """The averages that the model has in rounded form while it shows them: a run goes on with these."""
+    average = average_of(engine)
+    if average is None:
+        return {}
+    found = ((bucket, average.averages(bucket)) for bucket in engine.buckets)
+    return {b: averages for b, averages in found if averages is not None and averages.dtype != b.weights.precision}
 
 
 def averages_shown(engine: Engine, averaged: bool = True) -> AbstractContextManager[None]:
@@ -108,11 +119,13 @@ def averages_shown(engine: Engine, averaged: bool = True) -> AbstractContextMana
 def whole_weights(engine: Engine, call: str, left_out: Iterable[str] = ()) -> dict[str, Any]:
     """The state dict with full tensors on the CPU of rank 0, {} elsewhere. Collective.
 
-    With ``EMA`` it has the averages, as exports have. ``call``: name of the public function. ``left_out``: names to
-    leave out.
+    With ``EMA`` it has the averages, as exports and the model have them. ``call``: name of the public function.
+    ``left_out``: names to leave out.
     """
     engine.world.roll_call(call)
-    return weights_to_save(engine, left_out, sharded=False)
+    without = set(left_out)
+    with averages_shown(engine):
+        return {name: value for name, value in full_state_dict(engine).items() if name not in without}
 
 
 def export_weights(engine: Engine, path: str | os.PathLike[str], **options: Any) -> None:

@@ -29,7 +29,7 @@ from tests.support import reach_profiling as prof
 from tests.support import reach_tiles as tiles
 from tests.support import reach_trainer as t
 from tests.support import reach_whole as w
-from tests.support.features import needs
+from tests.support.features import skip_without
 from tests.support.pool import Pool
 from tests.support.reach_engine import Config, Lab, nested
 
@@ -473,22 +473,10 @@ def test_every_key_has_a_probe() -> None:
     assert not set(PROBES) & set(WITHOUT_CHOICE)
 
 
-# Key, or the start of it -> the feature without which it has no code.
-_OF_FEATURES = {
-    A: "activation_checkpointing",
-    S: "sparse_attention",
-    L: "tiles",
-    "gradient_noise_scale": "gradient_noise",
-}
-
-
-def _needed(key: str) -> list[str]:
-    return [feature for start, feature in _OF_FEATURES.items() if key.startswith(start)]
-
-
-@pytest.mark.parametrize("key", [pytest.param(key, marks=needs(*_needed(key))) for key in PROBES])
+@pytest.mark.parametrize("key", PROBES)
 def test_value_reaches_its_code(key: str, lab: Lab) -> None:
     probe = PROBES[key]
+    skip_without(*key.split("."))
     configs = (dict(probe.base), {**probe.base, probe.at or key: probe.value})
     before, after = looks(lab, *configs)
     base = (probe.look, repr(sorted(probe.base.items())))

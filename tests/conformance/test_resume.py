@@ -15,7 +15,7 @@ from torch import Tensor
 
 import lt_zero
 from tests.conformance.faces import FACES, GAS, Face, Plain, Settings, adamw, close, plain_sgd, run, sgd
-from tests.support.features import needs
+from tests.support.features import needs, skip_without
 from tests.support.lightning_tools import GPT, sharded_trainer
 from tests.support.matrix import only, only_rows
 from tests.support.models import next_token_loss
@@ -74,6 +74,7 @@ RESUMES = [
     only_rows([("fabric", 0), ("loop", 1)], itertools.product(FACES, range(len(RESUMES)))),
 )
 def test_a_resumed_run_goes_on_exactly(pool: Pool, tmp_path: Path, face: str, settings: int) -> None:
+    skip_without(RESUMES[settings])
     pool.run(2, _resumed, face, RESUMES[settings], str(tmp_path))
 
 
@@ -110,6 +111,7 @@ def _changes_faces(saves: str, loads: str, folder: str) -> None:
     ("saves", "loads"), only_rows([("fabric", "loop")], itertools.permutations(("fabric", "loop")))
 )
 def test_a_run_goes_on_in_another_face(pool: Pool, tmp_path: Path, saves: str, loads: str) -> None:
+    skip_without(ROUNDED)
     pool.run(2, _changes_faces, saves, loads, str(tmp_path))
 
 

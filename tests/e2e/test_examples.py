@@ -43,6 +43,7 @@ def test_overrides_in_the_help_of_the_demo_are_hydras(file: str) -> None:
 @pytest.mark.parametrize("quantize", [False, True])
 def test_inference_beyond_memory(pool: Pool, tmp_path: Path, quantize: bool) -> None:
     """Ranks write texts of different lengths with weights that do not fit into the memory that they may have."""
+    skip_without("quantize" if quantize else "")
     small = ("--depth", "32", "--width", "192", "--context", "16", "--length", "6", "--nvme", str(tmp_path))
     first, second = pool.run(2, _main, "inference_beyond_memory", *small, *(["--quantize"] if quantize else []))
     assert first.startswith("def ")

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from lt_zero import kernels as ops
-from lt_zero.features.quantize.nf4 import NF4
 from lt_zero.kernels import dispatch, library
 from lt_zero.kernels.compiler import CSRC, CUDA_FLAGS, build, load, recipe_of
 from lt_zero.kernels.header import STRUCTS
@@ -36,6 +35,7 @@ from lt_zero.kernels.places import place_table
 from lt_zero.kernels.quantize import dequantize_rows, quantize_rows
 from lt_zero.kernels.rounding import ElementRows
 from tests.support.emulated_cuda import compile_emulated, races
+from tests.support.features import needs
 from tests.support.kernel_inputs import places_of
 from tests.support.matrix import only, only_rows
 
@@ -519,8 +519,11 @@ def test_blocks(device: torch.device, bits: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(total.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
+@needs("quantize")
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 def test_normal_floats(device: torch.device, dtype: torch.dtype) -> None:
+    from lt_zero.features.quantize.nf4 import NF4
+
     for numel, offset in itertools.product([1, 7, 8, 63, 64, 1000, 20_001], [0, 3]):
         x, residual = codec_input(numel, 0, offset).to(dtype), codec_input(numel, 1, offset).nan_to_num(0, 0, 0)
         expected_left = residual.clone()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lt_zero.features.quantize.nf4 import NormalFloat4
+from lt_zero.kernels.codecs import BlockCodec
 from lt_zero.kernels.compiler import CSRC
 from lt_zero.kernels.header import STRUCTS
 from tests.support.emulated_cuda import compile_emulated, races
@@ -42,7 +42,7 @@ def run_kernels(library: ctypes.CDLL, source: str) -> None:
         given = (pointers[0], ctypes.c_int64(x.numel()), ctypes.c_int64(1000), *pointers[1:], None)
         assert library.lt_cuda_select_topk(*given) == 0
     elif source == "blocks":
-        codes = NormalFloat4().encode(x)
+        codes = BlockCodec(4, 64).encode(x)
         shape = STRUCTS["lt_blocks"](rows=1, numel=x.numel(), residual_row=0, block=64, bits=4, dtype=0, normal=1)
         buffers = (ctypes.c_void_p * 1)(codes.data_ptr())
         given = (ctypes.byref(shape), ctypes.c_int64(1), buffers, ctypes.c_double(1.0), ctypes.c_void_p(x.data_ptr()))

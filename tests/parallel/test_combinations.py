@@ -117,8 +117,7 @@ ACCEPTED = [pair for pair in PAIRS if not refusal(*pair)]
     ids=lambda value: value if value in FEATURES else None,
 )
 def test_a_pair_trains_as_one_process(pool: Pool, first: str, second: str) -> None:
-    needed = {"ema": "ema", "recompute": "activation_checkpointing"}
-    skip_without(*(needed[feature] for feature in (first, second) if feature in needed))
+    skip_without(*(first, second), keys_of(first, second))
     pool.run(_ranks({first, second}), _train, first, second)
 
 

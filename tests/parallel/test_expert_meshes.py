@@ -16,6 +16,7 @@ from lt_zero.core.engine.guard import owner_of
 from lt_zero.parallel.first_gradients import FirstGradients
 from lt_zero.parallel.mesh import ParallelSizes
 from tests.support.blended import OneProcess, start
+from tests.support.features import skip_without
 from tests.support.matrix import only_rows
 from tests.support.mixtures import WIDTH, Mixture
 from tests.support.pipeline_saves import everything, load, save
@@ -205,5 +206,6 @@ INFERENCE += [(4, ranks, stage, kind, True) for ranks in (2, 4) for stage in (0,
 def test_inference_sends_tokens_to_experts(
     pool: Pool, tmp_path: Path, world: int, ranks: int, stage: int, kind: str, saved: bool
 ) -> None:
+    skip_without(KINDS[kind])
     torch.save(Mixture().state_dict(), tmp_path / "weights.pt")
     pool.run(world, _outputs, ranks, stage, str(tmp_path / "weights.pt") if saved else None, *KINDS[kind])

@@ -18,6 +18,7 @@ from lt_zero.common.errors import CheckpointError
 from lt_zero.core.engine.guard import owner_of
 from lt_zero.planning.check import measured
 from lt_zero.planning.forecast import WEIGHTS
+from tests.support.features import needs
 from tests.support.lightning_tools import FULL, sharded_trainer
 from tests.support.llamas import Llama, rules
 from tests.support.matrix import only, only_rows
@@ -125,6 +126,7 @@ def _in_8_bits(file: str) -> float:
         return float((model(tokens(0, 0)) - want).abs() / want)
 
 
+@needs("quantize")
 def test_weights_in_8_bits(pool: Pool, tmp_path: Path) -> None:
     torch.save(llama().state_dict(), tmp_path / "llama.pt")
     for far in pool.run(2, _in_8_bits, str(tmp_path / "llama.pt")):

@@ -245,6 +245,7 @@ SECOND_COPY = {"zero_hpz_partition_size": 2}
 @pytest.mark.parametrize(("stage", "zero"), [(1, REPLICAS), (2, REPLICAS), (3, REPLICAS), (3, SECOND_COPY)])
 def test_replicas_of_shards_and_second_copies(pool: Pool, stage: int, zero: dict[str, Any]) -> None:
     """On 2 data ranks with 2 parts each: whole tensors have 2 replicas of 2 shards, parts one."""
+    skip_without(zero)
     pool.run(4, _saves_memory, stage, MESH, {"zero": zero}, False, env={"LT_ZERO_SHARED_MEMORY": "0"})
 
 

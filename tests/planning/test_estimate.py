@@ -28,7 +28,7 @@ from lt_zero.core.engine.storage_plan import DEVICE, HOST, NVME, StoragePlan
 from lt_zero.core.engine.whole_model import full_state_dict
 from lt_zero.core.stores import store
 from lt_zero.core.stores.pinned import rounded
-from lt_zero.exchange import plan
+from lt_zero.exchange.error_feedback import FeedbackPlan
 from lt_zero.offload import host_store
 from lt_zero.offload.nvme_store import NvmeStore
 from lt_zero.optim import build_optimizer
@@ -48,6 +48,7 @@ from lt_zero.planning.forecast import (
     RESIDUALS,
     WEIGHTS,
 )
+from tests.support.features import needs, there
 from tests.support.matrix import cover, only_rows
 from tests.support.models import VOCAB, Block, tokens
 from tests.support.pool import Pool
@@ -213,11 +214,13 @@ def _one_bit(type_: str, stage: int) -> None:
 ONE_BIT = [("OneBitAdam", 0), ("OneBitAdam", 1), ("OneBitLamb", 1), ("ZeroOneAdam", 0)]
 
 
+@needs("one_bit")
 @pytest.mark.parametrize(("type_", "stage"), only_rows([ONE_BIT[1]], ONE_BIT))
 def test_errors_and_momenta_of_1_bit_optimizers(pool: Pool, type_: str, stage: int) -> None:
     pool.run(2, _one_bit, type_, stage)
 
 
+@needs("compression")
 def test_residuals_of_compressed_gradients(pool: Pool) -> None:
     """With their copies in 16 bits, where steps may be skipped."""
     pool.run(2, _residuals)
@@ -245,6 +248,7 @@ def _master_weights_apart() -> None:
         assert (have > 0) == (mode == "32-true"), "no codec is for 64 bits"
 
 
+@needs("zero_plus_plus")
 def test_zero_plus_plus(pool: Pool) -> None:
     pool.run(2, _second_copies)
     pool.run(2, _master_weights_apart)
@@ -295,18 +299,10 @@ def _reusable(rows: Any, limit: int) -> Any:
     return {row.group: {row.send_dtype(row.dtype): 150_000} for row in rows}
 
 
-def _nothing_encoded(exchange: Any, resting: Any, training: Any, bucket: Any, group: Any) -> Any:
-    return Codecs()  # type: ignore[name-defined] # noqa: F821  (a name of the module whose function this becomes)
-
-
 def _mutations(path: str) -> Iterator[Mutation]:
     everywhere, in_files = config_for(2, "none", ""), config_for(2, "optimizer", path)
     sharded = config_for(3, "none", "")
     units: dict[str, Any] = {"stage": 2, "stage3_param_persistence_threshold": 500}  # several buckets
-    coded = ZeroConfig.of({"zero_optimization": {**units, "zero_quantized_weights": True}})
-    signs = ZeroConfig.of({"zero_optimization": units, "gradient_compression": {"algorithm": "1bit"}})
-    one_bit = {"type": "OneBitAdam", "params": {"freeze_step": 1}}
-    momenta = ZeroConfig.of({"zero_optimization": {**units, "stage": 0}, "optimizer": one_bit})
     yield Mutation(MASTER, everywhere, StoragePlan, "master_is_view", False)
     yield Mutation(WEIGHTS, sharded, StoragePlan, "copies_weights", property(lambda plan: plan.trains))
     yield Mutation(REDUCE, everywhere, StoragePlan, "send_dtype", lambda self, have: torch.bfloat16)
@@ -321,9 +317,20 @@ def _mutations(path: str) -> Iterator[Mutation]:
         lambda numels, buckets, zero: [(False, False)] * len(numels),
     )
     yield Mutation(RESTING, in_files, store, "record_nbytes", lambda numel, dtype, codec=None: 9 * numel)
-    yield Mutation(MASTER, coded, plan, "plan_codecs", _nothing_encoded)
-    yield Mutation(RESIDUALS, signs, plan.ExchangePlan, "compression", lambda self, bucket, group: None)
-    yield Mutation(RESIDUALS, momenta, plan.ExchangePlan, "copies_momenta", lambda self, row: row.trains)
+    if there("zero_plus_plus"):
+        from lt_zero.features.zero_plus_plus.feature import ZeroPlusPlus
+
+        coded = ZeroConfig.of({"zero_optimization": {**units, "zero_quantized_weights": True}})
+        yield Mutation(MASTER, coded, ZeroPlusPlus, "codecs", lambda self, bucket, group, training: None)
+    if there("compression"):
+        signs = ZeroConfig.of({"zero_optimization": units, "gradient_compression": {"algorithm": "1bit"}})
+        yield Mutation(RESIDUALS, signs, FeedbackPlan, "reduction", lambda self, bucket, group: None)
+    if there("one_bit"):
+        from lt_zero.features.one_bit.compressed_momentum import AveragedMomenta
+
+        one_bit = {"type": "OneBitAdam", "params": {"freeze_step": 1}}
+        momenta = ZeroConfig.of({"zero_optimization": {**units, "stage": 0}, "optimizer": one_bit})
+        yield Mutation(RESIDUALS, momenta, AveragedMomenta, "copies_momenta", lambda self, row: row.trains)
 
 
 def _other_decisions(path: str) -> None:

@@ -17,6 +17,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.planning.comm_options import many_shards
 from lt_zero.planning.estimate import Machine, estimate_step
 from lt_zero.planning.step_time import Cluster, choices, ring
+from tests.support.features import skip_without
 from tests.support.parity import config_of
 from tests.support.simulated import one_of
 
@@ -78,6 +79,7 @@ def test_replicas_and_second_copies_have_shorter_rings() -> None:
     inside = ring(2 * E, 8, 8, Cluster()), ring(4 * E, 8, 8, Cluster())
     across = 2 * ring(4 * E / 8, 2, 1, Cluster())
     assert waits(3, 32768, mics_shard_size=8) == pytest.approx((inside[0] + inside[1] + across, 9 * many))
+    skip_without("zero_plus_plus")
     few = forward(128)
     beyond = 3 * (GATHER - few) + 3 * (inside[0] + REDUCE - 2 * few)
     assert waits(3, 128, zero_hpz_partition_size=8) == pytest.approx((GATHER + beyond + REDUCE, 9 * few))
@@ -95,6 +97,7 @@ def test_replicas_and_second_copies_have_shorter_rings() -> None:
     ],
 )
 def test_choices_from_many_shards_on(shards: int, more: dict[str, Any], keys: list[str]) -> None:
+    skip_without(*("zero_plus_plus" for key in keys if "hpz" in key))
     config = ZeroConfig.of({"zero_optimization": {"stage": 3}, **more})
     found = choices(config, shards, 8)
     assert [str(choice).removeprefix("zero_optimization.") for choice in found[1:]] == keys

@@ -15,6 +15,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.optim import build_optimizer
 from lt_zero.planning.comm_options import comm_options_table, fitting, recommended, valid
 from lt_zero.planning.estimate import Machine, estimate_traffic
+from tests.support.features import needs, skip_without
 from tests.support.matrix import only_rows
 from tests.support.nodes import NodePool, Traffic
 from tests.support.parity import RELEASE, config_of
@@ -80,6 +81,7 @@ def _sent(stage: int, way: str, low: bool) -> float:
     ),
 )
 def test_as_many_bytes_as_forecast(node_pool: NodePool, stage: int, way: str, low: bool) -> None:
+    skip_without(WAYS[way])
     sent = node_pool.run(_sent, stage, way, low)
     forecast = estimate_traffic(
         net(way), config(stage, way, low), 4, ranks_per_node=2, device="cpu", accumulate_grad_batches=2
@@ -99,6 +101,7 @@ def test_a_ring_of_gpus() -> None:
     assert found.seconds(10_000) == pytest.approx(6e9 * 15 / 16 * 8 / 1e10, rel=1e-3)
 
 
+@needs("zero_plus_plus")
 def test_the_way_that_sends_least_is_recommended() -> None:
     console = Console(record=True, width=120)
     options: dict[str, Any] = {"ranks_per_node": 2, "device": "cpu"}

@@ -26,6 +26,7 @@ from lt_zero.planning.search_space import Facts, choices_of, configured, plans_o
 from lt_zero.planning.sizes import stages_of_module
 from lt_zero.planning.trial import Order
 from lt_zero.training.lightning.function_trial import made_by
+from tests.support.features import skip_without
 from tests.support.lightning_tools import QUIET
 from tests.support.paths import ROOT
 from tests.support.pipelines import batch, mean_loss, specs
@@ -164,6 +165,7 @@ def test_plans_of_two_ranks(tmp_path: Path, pool: Pool) -> None:
 )
 def test_plans_of_many_shards(ranks: int, sharing: set[str], tmp_path: Path) -> None:
     """On nodes of eight, those of shard groups and of second copies, in each setting that can have them."""
+    skip_without(*("zero_plus_plus" for key in sharing if "hpz" in key))
     with one_of(ranks, torch.device("cpu")) as group:
         group.nodes = [list(range(first, first + 8)) for first in range(0, ranks, 8)]
         net = nn.Sequential(*(nn.Linear(300, 300) for _ in range(3)))

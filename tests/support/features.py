@@ -17,12 +17,6 @@ def there(name: str) -> bool:
     return any((_ROOT / part / name / "__init__.py").is_file() for part in ("features", "tools"))
 
 
-def skip_without(*names: str) -> None:
-    """Skip the running test if one of these features or tools is missing."""
-    if missing := [name for name in names if not there(name)]:
-        pytest.skip(f"not installed: {', '.join(missing)}")
-
-
 def needs(*names: str) -> pytest.MarkDecorator:
     """A mark that skips a test if one of these features or tools is missing.
 
@@ -30,3 +24,28 @@ def needs(*names: str) -> pytest.MarkDecorator:
     """
     missing = [name for name in names if not there(name)]
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+
+
+# Keys of a configuration, and types of optimizers, that ask for a feature.
+KEYS = {
+    "activation_checkpointing": "activation_checkpointing",
+    "ema": "ema",
+    "gradient_noise_scale": "gradient_noise",
+    "long_sequences": "tiles",
+    "sparse_attention": "sparse_attention",
+    "gradient_compression": "compression",
+    "slow_node_tolerance": "late_nodes",
+    "quantize": "quantize",
+    **dict.fromkeys(("OneBitAdam", "OneBitLamb", "ZeroOneAdam"), "one_bit"),
+    "zero_hpz_partition_size": "zero_plus_plus",
+    **{f"zero_quantized_{what}": "zero_plus_plus" for what in ("gradients", "weights", "nontrainable_weights")},
+}
+
+
+def skip_without(*asked: object) -> None:
+    """Skip the running test if one of these is missing: a feature, or one that a part of a configuration asks for."""
+    text = repr(asked)
+    names = {feature for key, feature in KEYS.items() if f"'{key}'" in text or f"'{feature}'" in text}
+    missing = sorted(name for name in names if not there(name))
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")

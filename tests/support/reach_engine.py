@@ -18,8 +18,8 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.core.engine.bucket import State
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.grad_reducer import GradReducer
-from lt_zero.features.compression.feature import Compression
-from lt_zero.features.compression.gradient_compression import GradientCompression
+from lt_zero.exchange.error_feedback import FeedbackExchange
+from lt_zero.features import features_of
 from lt_zero.kernels import library
 from lt_zero.ops import TopK
 from lt_zero.planning.limits import NotEnoughMemory
@@ -182,7 +182,8 @@ def compressed(lab: Lab, config: Config) -> Any:
 
 
 def codec(lab: Lab, config: Config) -> Any:
-    found = Compression(plugin_of(lab, config)[0]).codec
+    (feature,) = features_of(plugin_of(lab, config)[0])
+    found = feature.codec
     assert isinstance(found, TopK)
     return found.share, found.huffman
 
@@ -190,7 +191,7 @@ def codec(lab: Lab, config: Config) -> Any:
 def _compresses(config: Config) -> bool | None:
     """Whether the first gradients are; None: none ever are."""
     made = lt_zero.shard(Toy(), ZeroConfig.of(nested(config, Path()))).exchange
-    return made.compresses if isinstance(made, GradientCompression) else None
+    return made.compresses if isinstance(made, FeedbackExchange) else None
 
 
 def _counts(config: Config) -> list[float]:

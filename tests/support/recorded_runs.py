@@ -40,14 +40,14 @@ def planted(layer: str | None, calls: int) -> Iterator[None]:
         if seen[0] > calls and output.requires_grad:
             output.register_hook(lambda grad: grad * 1.05)
 
-    def plant(engine: Any, *rest: Any) -> None:
+    def plant(engine: Any, *rest: Any) -> Any:
         for name, module in engine.root.named_modules():
             if layer is not None and name.endswith(layer):
                 module.register_forward_hook(hook)
-        recorded(engine, *rest)
+        return recorded(engine, *rest)
 
-    recorded = lt_zero.training.session.watch  # type: ignore[attr-defined]
-    with mock.patch("lt_zero.training.session.watch", plant):
+    recorded = lt_zero.training.session.follow  # type: ignore[attr-defined]
+    with mock.patch("lt_zero.training.session.follow", plant):
         yield
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.features import skip_without
 from tests.support.many_fits import FACES, KINDS, Held, fits
 from tests.support.matrix import only_rows
 from tests.support.pool import Pool
@@ -18,6 +19,7 @@ SLACK = 2  # a thread that ends, or a connection that closes, may still be count
 
 @pytest.mark.parametrize(("kind", "face"), only_rows(FAST, list(product(KINDS, FACES))))
 def test_what_a_run_made_is_closed(pool: Pool, tmp_path: Path, kind: str, face: str) -> None:
+    skip_without(KINDS[kind])
     count = 5 if (kind, face) in FAST else 12
     for left in pool.run(2, fits, kind, face, count, str(tmp_path), LIMIT):
         for name in Held._fields:

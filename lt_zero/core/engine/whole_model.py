@@ -9,8 +9,9 @@ Note [Tensors of other ranks]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,10 +21,13 @@ from lt_zero.common import plain_names
 from lt_zero.common.names import merged
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.core.comm.world import World
+from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.engine.full_params import full_flat, joined, refuse_parts
+from lt_zero.core.engine.full_params import full_flat, gather_own, joined, refuse_parts
+from lt_zero.core.stores.store import Store
 
 _T = TypeVar("_T")
+_NOTHING: Mapping[Bucket, Store] = MappingProxyType({})
 
 
 class Told(NamedTuple):
@@ -33,7 +37,7 @@ class Told(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    dtype: torch.dtype  # of the master weights
+    dtype: torch.dtype  # of the master weights, or of what is read in place of them
     bucket: int = -1
     place: int = 0
     part: bool = False
@@ -42,6 +46,10 @@ class Told(NamedTuple):
 class WholeModel:
     """The state dict of a model over all ranks. Collective. See Note [Tensors of other ranks].
 
+    Args:
+        engine: of the model.
+        instead: what this rank has of values that are read in place of a bucket's weights, in the layout of its shard.
+
     Attributes:
         names: of all entries, in the order of the module that has all layers.
         tensors: by name, without further names of tied ones.
@@ -49,8 +57,9 @@ class WholeModel:
         others: on rank 0, entries that are no dense tensors.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, instead: Mapping[Bucket, Store] = _NOTHING) -> None:
         self._engine = engine
+        self._instead = instead
         engine.prepare_reading()
         if engine.offload_manager.overlaps:
             engine.offload_manager.refuse_partially_stepped(engine.world)
@@ -88,7 +97,9 @@ class WholeModel:
         bucket, index = place
         part = not bucket.layout.spans[index].spec.is_whole
         number = self._engine.buckets.index(bucket)
-        return Told(tuple(value.shape), bucket.weights.precision, number, index, part)
+        other = self._instead.get(bucket)
+        dtype = bucket.weights.precision if other is None else other.dtype
+        return Told(tuple(value.shape), dtype, number, index, part)
 
     def in_buckets(self) -> Iterator[str]:
         """The names in ``tensors``, those of a bucket one after the other."""
@@ -129,7 +140,8 @@ class WholeModel:
             return value if value is None else value.detach()
         bucket, index = place
         if self._flat is None:
-            self._flat = full_flat(bucket)
+            other = self._instead.get(bucket)
+            self._flat = full_flat(bucket) if other is None else gather_own(bucket, other.read())
             bucket.put_away()
             engine.offload_manager.check(engine.peers, "weights in files")
         span = bucket.layout.spans[index]
@@ -154,16 +166,17 @@ def _is_dense(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided
 
 
-def full_state_dict(engine: Engine) -> dict[str, Any]:
+def full_state_dict(engine: Engine, instead: Mapping[Bucket, Store] = _NOTHING) -> dict[str, Any]:
     """``root.state_dict()`` with full parameters on the CPU of rank 0, {} elsewhere. Collective.
 
     Order and aliases of tied weights are those of the unsharded module that has all layers, names its plain ones.
+    ``instead``: as for ``WholeModel``.
 
     Raises:
         ValueError: as ``refuse_parts``.
     """
     refuse_parts(engine, "The full state dict")
-    whole, keep = WholeModel(engine), engine.world.rank == 0
+    whole, keep = WholeModel(engine, instead), engine.world.rank == 0
     count = sum(told.bucket >= 0 for told in whole.tensors.values())
     found: dict[str, Any] = {}
     with progress_bar("Gathering weights", count, rank=engine.world.rank) as work:

@@ -30,6 +30,7 @@ from lt_zero.core.health.hang_detection import HangDetector
 from lt_zero.features import features_of
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from lt_zero.planning.communicators import communicators
+from tests.support.features import skip_without
 from tests.support.pool import Pool
 from tests.support.simulated import one_of
 
@@ -423,6 +424,7 @@ def test_a_rank_of_a_mesh_has_as_few_communicators_as_may_be(
     ids=str,
 )
 def test_forecasts_count_communicators(sizes: dict[str, int], zero: dict[str, Any]) -> None:
+    skip_without(zero)
     config = ZeroConfig.of({"zero_optimization": zero})
     if sizes.get("pipeline") == 1024 and zero.get("mics_shard_size", 1) + zero.get("zero_hpz_partition_size", 1) > 2:
         pytest.skip("there is nothing to share")

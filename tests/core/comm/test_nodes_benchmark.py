@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from nodes import MODES, PEERS, batches, measure, set_up
 
+from tests.support.features import needs
 from tests.support.nodes import NodePool
 from tests.support.paths import ROOT
 
-pytestmark = [pytest.mark.nodes, pytest.mark.slow]
+pytestmark = [pytest.mark.nodes, pytest.mark.slow, needs("compression", "one_bit", "zero_plus_plus")]
 DEPTH, WIDTH = 1, 64
 GRADIENTS = 4 * (4096 * WIDTH * 2)  # bytes, of the embedding and the head: almost all
 

@@ -28,6 +28,7 @@ from lt_zero.core.engine.full_params import restore_whole
 from lt_zero.core.engine.guard import guard, is_guarded, own
 from lt_zero.core.engine.materialize import ConstructionSharder, Materializer
 from lt_zero.training.lightning.model_report import memory_report
+from tests.support.features import needs
 from tests.support.lightning_tools import GPT, sharded_trainer, weights
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
@@ -853,6 +854,7 @@ def _arguments_of_init() -> None:
     )
 
 
+@needs("zero_plus_plus")
 def test_deepspeeds_arguments_of_init_work_or_are_named(pool: Pool) -> None:
     pool.run(2, _arguments_of_init)
 

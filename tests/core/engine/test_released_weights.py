@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lt_zero
 from lt_zero.common.compat import saved_tensor_hooks
-from tests.support.features import needs
+from tests.support.features import needs, skip_without
 from tests.support.matrix import only
 from tests.support.models import VOCAB, WIDTH, Block, Net, next_token_loss, tokens
 from tests.support.parity import RELEASE, Case, check, config_of, split_backward
@@ -159,6 +159,7 @@ def _hidden_with(zero: dict[str, Any]) -> None:
     ids=["no live parameters", "offloaded", "hpz"],
 )
 def test_hidden_outputs_under_other_keys(pool: Pool, zero: dict[str, Any]) -> None:
+    skip_without(zero)
     pool.run(2, _hidden_with, zero)
 
 

@@ -22,6 +22,7 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.engine import Engine
+from tests.support.features import skip_without
 from tests.support.matrix import only, only_rows
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of, full_values
 from tests.support.pool import Pool
@@ -392,6 +393,7 @@ def test_one_of_many_ranks_shards_over_two_of_them() -> None:
     [{"gradient_compression": {"algorithm": "1bit"}}, {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}],
 )
 def test_what_is_done_in_one_group_only_is_refused(block: dict[str, Any]) -> None:
+    skip_without(block)
     groups = [LateGroup(CPU)]
     groups.append(LateGroup(CPU, world=groups[0].world))
     with pytest.raises(ConfigError, match=f"{next(iter(block))}.* 2 groups. Remove the key"):

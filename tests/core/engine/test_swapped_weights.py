@@ -18,6 +18,7 @@ from torch import Tensor
 import lt_zero
 from lt_zero.config.precision import dtype_policy
 from lt_zero.core.engine.engine import Engine
+from tests.support.features import skip_without
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of, full_values
@@ -201,6 +202,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 )
 def test_weights_come_back_with_other_features(pool: Pool, stage: int, feature: str) -> None:
     """While a step runs in the background, and where gathers round weights to 8 bits."""
+    skip_without(FEATURES[feature])
     pool.run(2, _as_without, stage, "bf16-mixed", [_swap, _swap_by_hand], FEATURES[feature])
 
 

@@ -23,9 +23,10 @@ from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
 from lt_zero.kernels import rounding
 from lt_zero.offload import host_store
-from lt_zero.optim import Lamb, Lion, Muon, OneBitAdam, muon_groups
+from lt_zero.optim import Lamb, Lion, Muon, muon_groups
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from tests.support.constant_module import Constant
+from tests.support.features import needs
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.offload_runs import blocks
@@ -300,7 +301,10 @@ def test_with_other_dtypes(keys: dict[str, Any]) -> None:
     assert differ(trained("adamw", 0, **{**keys, "bf16": low}), want)
 
 
+@needs("one_bit")
 def test_optimizers_whose_ranks_exchange_updates_are_refused() -> None:
+    from lt_zero.optim import OneBitAdam
+
     model = Net()
     engine = lt_zero.shard(model, config_of(0, **RANDOM))
     with pytest.raises(ConfigError, match="OneBitAdam") as caught:

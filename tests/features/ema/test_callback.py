@@ -273,6 +273,65 @@ def test_goes_on_exactly(pool: Pool, tmp_path: Path, stages: tuple[int, int], pr
     pool.run(2, _resumed, stages, str(tmp_path), precision, form)
 
 
+class Keeps(pl.Callback):
+    """Keeps this rank's averages of the last step, and the trained weights."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        engine = trainer.strategy.engine  # type: ignore[attr-defined]
+        average = average_of(engine)
+        assert average is not None
+        stores = [average.averages(bucket) for bucket in engine.buckets]
+        self.averages = [store.read().clone() for store in stores if store is not None]
+        self.weights = [lt_zero.full_master(p) for p in module.parameters()]
+
+
+def _low_masters(stage: int, folder: str, device: str, resume: str | None = None) -> Keeps:
+    keeps = Keeps()
+    saves = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    callbacks = [EMA(decay=0.7), keeps, saves]
+    zero = {"offload_optimizer": {"device": device, **({"nvme_path": folder} if device == "nvme" else {})}}
+    config = {"checkpoint": {"format": "full"}, "bf16": {"bf16_master_weights_and_grads": True}}
+    options = {**RUN, "precision": "bf16-true", "callbacks": callbacks, "enable_checkpointing": True}
+    sharded_trainer(stage, zero, config, **options).fit(Model(dist.get_world_size()), ckpt_path=resume, **trust(False))
+    return keeps
+
+
+def _resumes_low_masters(stage: int, folder: str, device: str) -> None:
+    """Averages are in fp32 in one file, too, so a run that goes on with it has the bits of one that never stopped."""
+    whole = _low_masters(stage, f"{folder}/first", device)
+    path = f"{folder}/first/epoch=1.ckpt"
+    saved = torch.load(path, weights_only=False)
+    name = "net.blocks.1.up.weight"
+    assert saved["state_dict"][name].dtype == torch.float32
+    assert saved["state_dict"]["net.blocks.0.up.weight"].dtype == torch.bfloat16, "it is frozen, and has no average"
+    assert saved["lt_zero_trained"]["weights"][name].dtype == torch.bfloat16
+    again = _low_masters(stage, f"{folder}/second", device, path)
+    assert whole.averages
+    for found, wanted in ((again.averages, whole.averages), (again.weights, whole.weights)):
+        assert all(map(torch.equal, found, wanted))
+    # Files that were written before have rounded averages.
+    state = {
+        key: value.bfloat16() if value.is_floating_point() else value for key, value in saved["state_dict"].items()
+    }
+    if dist.get_rank() == 0:
+        torch.save({**saved, "state_dict": state}, f"{folder}/old.ckpt")
+    dist.barrier()
+    old = _low_masters(stage, f"{folder}/third", device, f"{folder}/old.ckpt")
+    assert all(map(torch.equal, old.weights, whole.weights))
+    assert not all(map(torch.equal, old.averages, whole.averages))
+    for one, other in zip(old.averages, whole.averages, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("stage", "device"), only_rows([(2, "none")], itertools.product([0, 1, 2, 3], ["none", "cpu", "nvme"]))
+)
+def test_averages_of_low_masters_go_on_exactly_from_one_file(
+    pool: Pool, tmp_path: Path, stage: int, device: str
+) -> None:
+    pool.run(2, _resumes_low_masters, stage, str(tmp_path), device)
+
+
 class Begins(pl.Callback):
     """The weights at the start of training, and the numbers of updates after each batch."""
 

@@ -26,6 +26,7 @@ from lt_zero.core.comm.transport import SendBuffer
 from lt_zero.core.comm.windows import SharedMemoryTransport
 from lt_zero.core.comm.world import World
 from lt_zero.training.lightning.monitor.comm_log import CommLog, bus_factor, comm_table
+from tests.support.features import needs
 from tests.support.lightning_tools import GPT, sharded_trainer
 from tests.support.matrix import only
 from tests.support.pool import Pool
@@ -145,6 +146,7 @@ def _compressed() -> Any:
     return trainer.strategy.comms_summary(), text.getvalue()
 
 
+@needs("compression")
 def test_compressed_collectives_show_what_they_save(pool: Pool) -> None:
     records, text = pool.run(2, _compressed)[0]
     reduced = [r for r in records if r.operation == "all_reduce" and r.sent]

@@ -24,6 +24,7 @@ from lt_zero.common.compat import is_compiled
 from lt_zero.common.errors import CheckpointError
 from lt_zero.training.lightning.data_position.loop import PLACE, LoopLoader
 from lt_zero.training.lightning.data_position.random_state import RandomStates
+from tests.support.features import needs
 from tests.support.lightning_tools import GPT, sharded_trainer, torchrun_env
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
@@ -243,6 +244,7 @@ def _compresses() -> None:
         fabric.setup_module(critic)
 
 
+@needs("compression")
 def test_gradients_of_one_module_are_compressed(pool: Pool) -> None:
     pool.run(2, _compresses)
 
