@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import attention
 import gpu_largest
 import host_cost
 import ops as kernels
@@ -559,6 +558,8 @@ def sparse(sizes: Sizes) -> Rows:
     Longest sequences are those whose forward and backward take at most ``attention_mib``; for sparse attention 16 times
     the dense one's is the longest that is tried.
     """
+    import attention  # the other measurements run without sparse attention
+
     shape = {"device": sizes.device, "dtype": "bfloat16" if sizes.gpu else "float32", "heads": sizes.heads, "dim": 64}
     args = argparse.Namespace(rounds=sizes.rounds, threads=torch.get_num_threads(), **shape)
 

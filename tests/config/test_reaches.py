@@ -29,7 +29,7 @@ from tests.support import reach_profiling as prof
 from tests.support import reach_tiles as tiles
 from tests.support import reach_trainer as t
 from tests.support import reach_whole as w
-from tests.support.features import needs, skip_without
+from tests.support.features import skip_without
 from tests.support.pool import Pool
 from tests.support.reach_engine import Config, Lab, nested
 
@@ -473,15 +473,10 @@ def test_every_key_has_a_probe() -> None:
     assert not set(PROBES) & set(WITHOUT_CHOICE)
 
 
-_OF_FEATURES = {"gradient_noise_scale": "gradient_noise"}  # key -> the feature without which it has no code
-
-
-@pytest.mark.parametrize(
-    "key", [pytest.param(key, marks=needs(_OF_FEATURES[key])) if key in _OF_FEATURES else key for key in PROBES]
-)
+@pytest.mark.parametrize("key", PROBES)
 def test_value_reaches_its_code(key: str, lab: Lab) -> None:
     probe = PROBES[key]
-    skip_without(dict.fromkeys(key.split(".")), "compression" if key.startswith(G) else "")
+    skip_without(*key.split("."))
     configs = (dict(probe.base), {**probe.base, probe.at or key: probe.value})
     before, after = looks(lab, *configs)
     base = (probe.look, repr(sorted(probe.base.items())))

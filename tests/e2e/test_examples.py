@@ -90,6 +90,7 @@ def _long_context() -> Any:
 @pytest.mark.slow
 def test_long_context(pool: Pool) -> None:
     """A window of the pattern is 512 bytes: dense and sparse attention are the same."""
+    skip_without("sparse_attention")
     (dense, _), (sparse, _) = pool.run(2, _long_context)[0]
     assert dense == pytest.approx(sparse, rel=1e-4)
     assert dense < 256
@@ -100,6 +101,7 @@ def test_long_context(pool: Pool) -> None:
 @pytest.mark.parametrize("number", [0, 4])
 def test_long_sequences(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A longer sequence takes as much more memory as is forecast; a run with more than the limit is ended."""
+    skip_without("tiles", "activation_checkpointing")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     example = importlib.import_module("long_sequences")

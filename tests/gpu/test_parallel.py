@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lt_zero import tiled_cross_entropy
+import lt_zero
+from tests.support.features import needs
 from tests.support.gpu_layers import (
     RANKS,
     by_flash,
@@ -38,6 +39,7 @@ def test_attention_by_flex_attention(cuda: torch.device, pool: Pool) -> None:
     pool.run(RANKS, check_attention, cuda.type, by_flex, torch.bfloat16, {})
 
 
+@needs("tiles")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [32, 1000])
 def test_a_loss_in_tiles(device: torch.device, dtype: torch.dtype, size: int) -> None:
@@ -58,7 +60,7 @@ def test_a_loss_in_tiles(device: torch.device, dtype: torch.dtype, size: int) ->
 
     exact = of(whole, torch.float64)
     theirs, ours = (
-        errors(of(loss, dtype), exact) for loss in (whole, partial(tiled_cross_entropy, tokens_per_tile=size))
+        errors(of(loss, dtype), exact) for loss in (whole, partial(lt_zero.tiled_cross_entropy, tokens_per_tile=size))
     )
     for mine, other in zip(ours, theirs, strict=True):
         assert mine <= 2 * other + torch.finfo(torch.float32).eps

@@ -9,12 +9,12 @@ from torch import Tensor
 from lt_zero.common.compat import is_compiled
 from lt_zero.core.engine.averaged_weights import AveragedWeights
 from lt_zero.core.engine.engine import Engine
-from lt_zero.features.activation_checkpointing.checkpointing import installed
+from lt_zero.core.followers import followers
 from lt_zero.offload import host_store
 from lt_zero.parallel.mesh import ParallelSizes
 from tests.support.blended import Attend, Blend, OneProcess, start
 from tests.support.combinations import ALL, COMBINATIONS, FEATURES, MORE, PAGE, PAIRS, RUNS, keys_of, page, refusal
-from tests.support.features import skip_without, there
+from tests.support.features import skip_without
 from tests.support.matrix import only_rows
 from tests.support.mixtures import MixtureBlock
 from tests.support.parallel_nets import Feed
@@ -47,7 +47,8 @@ def _started(features: set[str]) -> Blend:
             for block in run.model.of(kind)[:1]:  # one of each kind: compiling takes seconds
                 block.compile(backend="aot_eager")
                 assert is_compiled(block)
-    assert (installed(run.engine) is not None) == ("recompute" in features)
+    beside = [type(follower.feature).__name__ for follower in followers(run.engine)]
+    assert ("ActivationCheckpoints" in beside) == ("recompute" in features)
     return run
 
 
@@ -116,9 +117,7 @@ ACCEPTED = [pair for pair in PAIRS if not refusal(*pair)]
     ids=lambda value: value if value in FEATURES else None,
 )
 def test_a_pair_trains_as_one_process(pool: Pool, first: str, second: str) -> None:
-    if "ema" in (first, second) and not there("ema"):
-        pytest.skip("not installed: ema")
-    skip_without(keys_of(first, second))
+    skip_without(*(first, second), keys_of(first, second))
     pool.run(_ranks({first, second}), _train, first, second)
 
 

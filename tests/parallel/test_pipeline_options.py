@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from lt_zero import ConfigError
 from lt_zero.common.compat import is_compiled
 from lt_zero.config.blocks import PipelineParallel
-from lt_zero.features.activation_checkpointing.checkpointing import installed
+from lt_zero.core.engine.engine import Engine
 from lt_zero.parallel import LayerSpec, Pipeline, TiedLayerSpec
 from lt_zero.parallel.pipeline.position import Position
+from tests.support.features import needs, skip_without
 from tests.support.matrix import only, only_rows
 from tests.support.parity import OPTIMIZERS
 from tests.support.pipelines import WIDTH, Block, Model, Ranks, all_weights, reference_step, specs, start
@@ -78,13 +79,24 @@ def _recompute(stage: int, how: str, depth: int, dropout: float) -> int:
     ),
 )
 def test_recomputation_changes_no_bit(pool: Pool, how: str, stage: int, dropout: float) -> None:
+    if "activation_checkpointing" in RECOMPUTED[how]:
+        skip_without("activation_checkpointing")
     calls = pool.run(2, _recompute, stage, how, 5, dropout)
     assert sum(calls) >= 2 * 5 * 4, "blocks ran once for each of 4 micro-batches: nothing was recomputed"
 
 
 @pytest.mark.slow
+@needs("activation_checkpointing")
 def test_one_block_on_each_stage(pool: Pool) -> None:
     assert sum(pool.run(2, _recompute, 1, "full", 2, 0.0)) >= 2 * 2 * 4
+
+
+def _recomputed(engine: Engine) -> list[bool] | None:
+    """Whether each of the checkpointed modules is recomputed; None: nothing is checkpointed."""
+    from lt_zero.features.activation_checkpointing.checkpointing import installed
+
+    found = installed(engine)
+    return None if found is None else [forward.recomputes for forward in found._forwards]
 
 
 def _uneven(modules: list[str]) -> str:
@@ -95,10 +107,11 @@ def _uneven(modules: list[str]) -> str:
         run = start(Ranks(), 1, "sgd", lambda: layers, **keys)
     except ConfigError as error:
         return error.problems[0].key
-    assert (installed(run.engine) is not None) == (dist.get_rank() == 0)
+    assert (_recomputed(run.engine) is not None) == (dist.get_rank() == 0)
     return ""
 
 
+@needs("activation_checkpointing")
 @pytest.mark.parametrize("modules", only(["Counted"], ["", "Counted", "Counter"]))
 def test_a_stage_without_blocks_checkpoints_nothing(pool: Pool, modules: str) -> None:
     refused = "activation_checkpointing.modules" if modules == "Counter" else ""
@@ -118,10 +131,10 @@ def _budgeted() -> int:
         weights.append(all_weights(run.engine))
     for name, value in weights[0].items():
         assert torch.equal(value, weights[1][name]), name
-    found = installed(run.engine)
-    return sum(forward.recomputes for forward in found._forwards) if found is not None else 0
+    return sum(_recomputed(run.engine) or [])
 
 
+@needs("activation_checkpointing")
 def test_a_memory_budget_of_one_stage(pool: Pool) -> None:
     first, second = pool.run(2, _budgeted)
     assert (0 < first < 3, second) == (True, 0)

@@ -218,6 +218,8 @@ BESIDE = {"zero": {"offload_optimizer": {"device": "cpu", "overlap_step": True}}
     ),
 )
 def test_recomputes_and_offloads(pool: Pool, stage: int, ranks: Ranks, options: dict[str, Any]) -> None:
+    if options is RECOMPUTES:
+        skip_without("activation_checkpointing")
     pool.run(ranks.all, _saves_memory, stage, ranks, options, options is not RECOMPUTES)
 
 

@@ -21,6 +21,7 @@ from lt_zero.core.comm.world import World
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from lt_zero.parallel.random import LocalRandom
 from lt_zero.training.session import Session
+from tests.support.features import needs
 from tests.support.matrix import only, only_rows
 from tests.support.parallel_nets import CPU
 from tests.support.parity import RELEASE, config_of
@@ -144,6 +145,7 @@ def _recomputed(stage: int) -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
+@needs("activation_checkpointing")
 @pytest.mark.parametrize("stage", only([3], [1, 3]))
 def test_recomputation_repeats_masks(pool: Pool, stage: int) -> None:
     pool.run(2, _recomputed, stage)

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader
 
 from lt_zero import ActivationCheckpointing
 from lt_zero.common.errors import ConfigError
-from lt_zero.features.activation_checkpointing.checkpointing import Checkpointing
 from lt_zero.parallel.experts import SIZE
 from lt_zero.parallel.stacked_experts import StackedExperts, take_over
 from tests.support.docs_tools import BLOCKS, run_text
+from tests.support.features import needs
 from tests.support.lightning_tools import QUIET, torchrun_env
 from tests.support.matrix import only_rows
 from tests.support.mixtures import go_on, start, train_as_one_process
@@ -150,10 +150,13 @@ def test_adapters_of_experts(pool: Pool) -> None:
     pool.run(2, _adapters, [("mixtral", 0, 2, "adamw", DOUBLE), ("gpt_oss", 3, 2, "sgd", DOUBLE)])
 
 
+@needs("activation_checkpointing")
 @pytest.mark.parametrize("spread", [False, True], ids=["of peft", "over ranks"])
 def test_adapted_experts_are_recomputed_with_their_adapters(spread: bool) -> None:
     """peft adds to parameters around the forward of the class that is named, so its wrapper is recomputed."""
     pytest.importorskip("peft", minversion="0.17")
+    from lt_zero.features.activation_checkpointing.checkpointing import Checkpointing
+
     found, adapted = [], _adapted("mixtral", DOUBLE)
     for block in None, ActivationCheckpointing(mode="full", modules=["MixtralExperts"]):
         model = copy.deepcopy(adapted)

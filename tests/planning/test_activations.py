@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 import lt_zero
 from lt_zero import ConfigError, ZeroConfig
 from lt_zero.cli import app
-from lt_zero.features.activation_checkpointing.checkpointing import Checkpointing
 from lt_zero.planning.activations import ActivationForecast, estimate_activations
 from lt_zero.planning.long_sequences import (
     LADDER,
@@ -29,6 +28,7 @@ from lt_zero.planning.long_sequences import (
     longest_sequence,
 )
 from lt_zero.planning.transformer import Transformer
+from tests.support.features import needs, skip_without, there
 from tests.support.matrix import only_rows
 
 WIDTH, VOCABULARY, LENGTH, DEPTH = 32, 300, 256, 3
@@ -95,6 +95,8 @@ def saved_bytes(model: Decoder, step: Callable[[Any, Tensor], Tensor], config: Z
     others.add(ids.untyped_storage().data_ptr())
     with ExitStack() as stack:
         if config.activation_checkpointing.mode != "none":
+            from lt_zero.features.activation_checkpointing.checkpointing import Checkpointing
+
             stack.callback(Checkpointing(model, config.activation_checkpointing).remove)
         stack.callback(model.blocks[-1].register_forward_hook(lambda *_: found.append(sum(kept.values()))).remove)
         with saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -113,6 +115,7 @@ def of(model: nn.Module, config: Any = None, **options: Any) -> ActivationForeca
 )
 def test_what_blocks_keep_is_what_autograd_saves(config: dict[str, Any], tiles: bool) -> None:
     """Beside the output of the last block, which the head keeps."""
+    skip_without(*["tiles"] * tiles, *["activation_checkpointing"] * bool(config))
     step = tiled_step if tiles else plain_step
     model = Decoder(tiles)
     saved = saved_bytes(model, step, ZeroConfig.of(config))
@@ -122,6 +125,7 @@ def test_what_blocks_keep_is_what_autograd_saves(config: dict[str, Any], tiles: 
     assert all(parameter.grad is None and parameter.device.type == "cpu" for parameter in model.parameters())
 
 
+@needs("tiles", "activation_checkpointing")
 def test_each_remedy_saves_what_it_is_for() -> None:
     whole, recomputed = of(Decoder()), of(Decoder(), FULL)
     logits = LENGTH * VOCABULARY * 4
@@ -170,6 +174,7 @@ SHAPE = Transformer(4, 64, 4, sequence=512, vocabulary=512)
 
 
 @pytest.mark.slow
+@needs("tiles", "activation_checkpointing")
 def test_dimensions_give_what_a_module_of_them_keeps() -> None:
     """The numbers of bytes per token and feature that docs/long-sequences.md states, in fp32."""
     whole, fused, recomputed, loss, mlp, aside = (
@@ -204,6 +209,8 @@ def test_ranks_have_their_part() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("remedies", [LADDER[0], LADDER[2]], ids=lambda remedies: remedies.name)
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(remedies: Remedies) -> None:
+    if remedies.recompute:
+        skip_without("activation_checkpointing")
     counter, limit = ActivationCounter(SHAPE, 1, ZeroConfig(), None), 2e8
     length = longest_sequence(counter, remedies, limit)
     assert counter.count(remedies, length).most <= limit < counter.count(remedies, length + 1024).most
@@ -220,7 +227,7 @@ def test_the_command() -> None:
     code, text = run(*shape, "--sequence-length", "512", "--world", "2", "--sequence-ranks", "2")
     assert code == 0, text
     assert "Activations of a rank: 1 x 512 tokens / 2 sequence ranks, 32-true" in text
-    assert "+ inputs of blocks in files" in text
+    assert ("+ inputs of blocks in files" in text) == (there("tiles") and there("activation_checkpointing"))
     module = "tests.planning.test_activations:Decoder"
     code, text = run("--module", module, "--sequence-length", "64", "--gpu-gb", "1", "--stage", "1")
     assert code == 0, text

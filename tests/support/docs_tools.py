@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 import lt_zero
 import lt_zero.ops
 import lt_zero.optim
+from tests.support.features import KEYS
 from tests.support.lightning_tools import QUIET
 from tests.support.paths import ROOT
 
@@ -85,6 +86,21 @@ def _marks_at_end(text: str) -> dict[str, str]:
             marks[match[1]] = textwrap.dedent(match[2]).strip()
         rest = rest[: -len(comment)].rstrip()
     return marks
+
+
+# Public names of features, which may have been taken out.
+_NAMES = {
+    r"lt_zero\.attention": "sparse_attention",
+    r"lt_zero\.(tiled|loss_head|TiledLinear)": "tiles",
+    r"lt_zero(\.| import.*)EMA": "ema",
+}
+
+
+def features_in(block: Block) -> list[str]:
+    """The features that a block uses."""
+    text = block.text + "".join(block.marks.values())
+    patterns = _NAMES | {rf"\b{key}\b": feature for key, feature in KEYS.items()}
+    return [feature for pattern, feature in patterns.items() if re.search(pattern, text)]
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]

@@ -27,7 +27,12 @@ def needs(*names: str) -> pytest.MarkDecorator:
 
 
 # Keys of a configuration, and types of optimizers, that ask for a feature.
-_KEYS = {
+KEYS = {
+    "activation_checkpointing": "activation_checkpointing",
+    "ema": "ema",
+    "gradient_noise_scale": "gradient_noise",
+    "long_sequences": "tiles",
+    "sparse_attention": "sparse_attention",
     "gradient_compression": "compression",
     "slow_node_tolerance": "late_nodes",
     "quantize": "quantize",
@@ -40,7 +45,7 @@ _KEYS = {
 def skip_without(*asked: object) -> None:
     """Skip the running test if one of these is missing: a feature, or one that a part of a configuration asks for."""
     text = repr(asked)
-    names = {feature for key, feature in _KEYS.items() if f"'{key}'" in text or f"'{feature}'" in text}
+    names = {feature for key, feature in KEYS.items() if f"'{key}'" in text or f"'{feature}'" in text}
     missing = sorted(name for name in names if not there(name))
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")

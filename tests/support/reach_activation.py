@@ -9,11 +9,16 @@ import torch
 
 from lt_zero.common import accelerator
 from lt_zero.common.compat import DispatchMode
-from lt_zero.features.activation_checkpointing import checkpointing, reuse, stores
-from lt_zero.features.activation_checkpointing.checkpointing import installed
 from lt_zero.offload import host_store
 from tests.support.models import tokens
 from tests.support.reach_engine import Config, Lab, engine_of
+
+
+def installed(engine: Any) -> Any:
+    # Here: without activation checkpointing other keys are looked for all the same.
+    from lt_zero.features.activation_checkpointing.checkpointing import installed
+
+    return installed(engine)
 
 
 class Operators(DispatchMode):
@@ -59,6 +64,8 @@ def chosen(lab: Lab, config: Config) -> Any:
 
 def _stored(lab: Lab, config: Config) -> Any:
     """The store of an engine whose device has memory of its own, after a forward, and its loss; None without one."""
+    from lt_zero.features.activation_checkpointing import stores
+
     with (
         mock.patch.object(host_store, "_apart", True),
         mock.patch.object(stores, "_MIN_BYTES", 1),
@@ -79,6 +86,8 @@ def place(lab: Lab, config: Config) -> Any:
 
 def slots(lab: Lab, config: Config) -> Any:
     """How many saved inputs the block of memory has room for, beside the spare ones."""
+    from lt_zero.features.activation_checkpointing import checkpointing, reuse
+
     store, loss = _stored(lab, config)
     stats = store.stats()
     assert loss.requires_grad

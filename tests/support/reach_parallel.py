@@ -16,9 +16,6 @@ import lt_zero
 from lt_zero import ZeroConfig
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.applicability import Face
-from lt_zero.features.activation_checkpointing import stores
-from lt_zero.features.activation_checkpointing.checkpointing import installed
-from lt_zero.features.activation_checkpointing.partitioned import PartitionedStore
 from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.parallel.plan import parallelize as cut
 from lt_zero.training.session import Session
@@ -80,13 +77,17 @@ def sequence(lab: Lab, config: Config) -> Any:
     return lab.pool.run(2, _sequence, nested(config, lab.folder))[0]
 
 
-@mock.patch.object(stores, "_MIN_BYTES", 1)
 def _split(config: dict[str, Any]) -> int | None:
+    from lt_zero.features.activation_checkpointing import stores
+    from lt_zero.features.activation_checkpointing.checkpointing import installed
+    from lt_zero.features.activation_checkpointing.partitioned import PartitionedStore
+
     mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("tensor",))
     model = parallelize(Net(), mesh)
     keys = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "train_micro_batch_size_per_gpu": 3}
-    engine, _, _, _ = lt_zero.initialize(model=model, config={**keys, **config})
-    engine.backward(engine(batch(0, 0)).square().mean())
+    with mock.patch.object(stores, "_MIN_BYTES", 1):
+        engine, _, _, _ = lt_zero.initialize(model=model, config={**keys, **config})
+        engine.backward(engine(batch(0, 0)).square().mean())
     found = installed(engine.engine)
     assert found is not None
     return found.store.split if isinstance(found.store, PartitionedStore) else None

@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import lt_zero
 from lt_zero import ZeroStrategy
-from lt_zero.attention import Fixed, SparseSelfAttention
 from lt_zero.parallel import Experts, LayerSpec, Pipeline, sequence_attention, token_mean
 
 VOCABULARY = 13
@@ -56,8 +55,7 @@ class Attention(nn.Module):
     def __init__(self, sparse: bool = False) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
-        pattern = Fixed(block=4, num_local_blocks=1, attention="unidirectional")
-        self.sparse = SparseSelfAttention(pattern) if sparse else None
+        self.sparse = _sparse() if sparse else None
         self.attend = sequence_attention()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,6 +65,12 @@ class Attention(nn.Module):
         else:
             found = self.attend(query, key, value, is_causal=True)
         return self.out(found.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def _sparse() -> nn.Module:
+    from lt_zero.attention import Fixed, SparseSelfAttention  # one run has it
+
+    return SparseSelfAttention(Fixed(block=4, num_local_blocks=1, attention="unidirectional"))
 
 
 class Block(nn.Module):

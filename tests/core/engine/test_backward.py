@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 import lt_zero
 from lt_zero.core.comm.transport import SendBuffers
+from tests.support.features import needs, skip_without
 from tests.support.matrix import cover, only, only_rows
 from tests.support.models import VOCAB, WIDTH, Block, Net, next_token_loss, tokens
 from tests.support.parity import RELEASE, STAGES, Case, check, config_of, full_grads, full_values, split_backward
@@ -209,6 +210,8 @@ def _gradient_inside(zero: dict[str, Any], mode: str) -> None:
 
 @pytest.mark.parametrize(("zero", "mode"), cover([{}, RELEASE], ["none", "full"]))
 def test_graphs_of_gradients(pool: Pool, zero: dict[str, Any], mode: str) -> None:
+    if mode != "none":
+        skip_without("activation_checkpointing")
     pool.run(2, _gradient_inside, zero, mode)
 
 
@@ -243,6 +246,7 @@ def _collected(stage: int) -> None:
         check(Case(CollectingNet, next_token_loss, stage, steps=1, zero=RELEASE, activation_checkpointing=block))
 
 
+@needs("activation_checkpointing")
 @pytest.mark.parametrize("stage", only([3], [1, 3]))
 def test_what_a_module_puts_into_a_list_that_it_is_given(pool: Pool, stage: int) -> None:
     pool.run(2, _collected, stage)

@@ -26,6 +26,7 @@ from lt_zero.core.engine.compiled_blocks import compile_blocks
 from lt_zero.core.engine.gather import Gatherer
 from lt_zero.core.engine.outside_steps import AutocastOutsideOfSteps, within_step
 from lt_zero.offload import host_store
+from tests.support.features import skip_without
 from tests.support.matrix import only_rows
 from tests.support.models import Block, Net, next_token_loss, tokens
 from tests.support.parity import RELEASE, config_of, full_values
@@ -442,4 +443,6 @@ def _with_options(stage: int, name: str) -> None:
 
 @pytest.mark.parametrize(("stage", "name"), only_rows([(3, "steps beside backward")], CASES))
 def test_options_give_the_bits_of_an_uncompiled_run(pool: Pool, stage: int, name: str) -> None:
+    if "recomputation" in name:
+        skip_without("activation_checkpointing")
     pool.run(2, _with_options, stage, name)

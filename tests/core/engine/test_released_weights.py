@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lt_zero
 from lt_zero.common.compat import saved_tensor_hooks
-from tests.support.features import skip_without
+from tests.support.features import needs, skip_without
 from tests.support.matrix import only
 from tests.support.models import VOCAB, WIDTH, Block, Net, next_token_loss, tokens
 from tests.support.parity import RELEASE, Case, check, config_of, split_backward
@@ -135,7 +135,11 @@ def _hidden(optimizer: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "optimizer", "mode"), [(2, "sgd", "none"), pytest.param(3, "adamw", "full", marks=pytest.mark.slow)]
+    ("world", "optimizer", "mode"),
+    [
+        (2, "sgd", "none"),
+        pytest.param(3, "adamw", "full", marks=[pytest.mark.slow, needs("activation_checkpointing")]),
+    ],
 )
 def test_outputs_in_containers_that_cannot_be_walked(pool: Pool, world: int, optimizer: str, mode: str) -> None:
     pool.run(world, _hidden, optimizer, mode)

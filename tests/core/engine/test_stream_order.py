@@ -275,15 +275,16 @@ BUGS = {
 }
 
 
-def _skip_without_averages(name: str) -> None:
-    """Skip the run of this name if it has averages, and these were taken out."""
-    if "averages" in name and not there("ema"):
-        pytest.skip("not installed: ema")
+def _skip_without_features(name: str) -> None:
+    """Skip the run of this name if it has averages or saved activations, and these were taken out."""
+    for part, feature in (("averages", "ema"), ("saved activations", "activation_checkpointing")):
+        if part in name:
+            skip_without(feature)
 
 
 @pytest.mark.parametrize("name", only(["host with averages, stage 3", "files, stage 3"], ONE))
 def test_one_rank(name: str, tmp_path: Path) -> None:
-    _skip_without_averages(name)
+    _skip_without_features(name)
     assert not hazards(ONE[name], tmp_path)
 
 
@@ -334,6 +335,8 @@ def _run_of(row: Row) -> Run:
 def _is_valid(row: Row) -> bool:
     """True if the configuration takes the values of ``row``, and each of them has an effect."""
     if row[1] == "none" and row[2] != "auto":
+        return False
+    if row[3] != "none" and not there("activation_checkpointing"):
         return False
     with warnings.catch_warnings():
         warnings.simplefilter("error", ConfigWarning)
@@ -401,7 +404,7 @@ def _with_bug(name: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", only(["a file gets values before they are on the host"], BUGS))
 def test_a_planted_bug_is_found(name: str, pool: Pool, tmp_path: Path) -> None:
-    _skip_without_averages(BUGS[name].run)
+    _skip_without_features(BUGS[name].run)
     skip_without(TWO.get(BUGS[name].run.removeprefix("two: ")))
     two = BUGS[name].run.startswith("two: ")
     found = pool.run(2, _with_bug, name, tmp_path) if two else [_with_bug(name, tmp_path)]

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lt_zero.core.stores.pinned import host_buffer
 from lt_zero.features.activation_checkpointing.profile import Boundary
 from lt_zero.features.activation_checkpointing.stores import ActivationStore
-from tests.support.store_tools import PLACES, Feed, gradients, opened, same
+from tests.features.activation_checkpointing.store_tools import PLACES, Feed, gradients, opened, same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

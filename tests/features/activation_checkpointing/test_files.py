@@ -17,8 +17,18 @@ from lt_zero.features.activation_checkpointing.stores import ActivationStore
 from lt_zero.offload import host_store
 from lt_zero.offload.copy_streams import CopyStream
 from lt_zero.offload.swap_file import SwapFile
+from tests.features.activation_checkpointing.store_tools import (
+    CPU,
+    NBYTES,
+    WIDTH,
+    blocks,
+    forward,
+    gradients,
+    opened,
+    rows,
+    same,
+)
 from tests.support.offload_tools import change
-from tests.support.store_tools import CPU, NBYTES, WIDTH, blocks, forward, gradients, opened, rows, same
 
 
 @pytest.fixture(autouse=True)

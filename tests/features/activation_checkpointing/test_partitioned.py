@@ -26,9 +26,9 @@ from lt_zero.features.activation_checkpointing.checkpointing import open_store
 from lt_zero.features.activation_checkpointing.partitioned import PartitionedStore, _Digests
 from lt_zero.features.activation_checkpointing.stores import ActivationStore
 from lt_zero.offload import host_store
+from tests.features.activation_checkpointing.store_tools import CPU, PLACES, WIDTH, Feed, gradients, same
 from tests.support.matrix import only
 from tests.support.pool import Pool
-from tests.support.store_tools import CPU, PLACES, WIDTH, Feed, gradients, same
 
 ODD = 37  # rows: neither they nor their bytes are a multiple of 3 ranks'
 BYTES = ODD * WIDTH * 4

@@ -20,7 +20,7 @@ from lt_zero.common import accelerator
 from lt_zero.config.blocks import ActivationCheckpointing
 from lt_zero.features.activation_checkpointing.profile import Boundary, open_boundary
 from lt_zero.features.activation_checkpointing.stores import geometry_of
-from tests.support.store_tools import CPU, NBYTES, ROWS, WIDTH, blocks, forward, rows
+from tests.features.activation_checkpointing.store_tools import CPU, NBYTES, ROWS, WIDTH, blocks, forward, rows
 
 # ---- profile -------------------------------------------------------------------------------------------------------
 

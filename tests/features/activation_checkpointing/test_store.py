@@ -18,7 +18,18 @@ from lt_zero.features.activation_checkpointing.checkpointing import open_store
 from lt_zero.features.activation_checkpointing.stores import ActivationStore
 from lt_zero.offload import host_store
 from lt_zero.offload.copy_streams import CopyStream
-from tests.support.store_tools import CPU, NBYTES, PLACES, WIDTH, blocks, forward, gradients, opened, rows, same
+from tests.features.activation_checkpointing.store_tools import (
+    CPU,
+    NBYTES,
+    PLACES,
+    WIDTH,
+    blocks,
+    forward,
+    gradients,
+    opened,
+    rows,
+    same,
+)
 
 
 @pytest.fixture(autouse=True)

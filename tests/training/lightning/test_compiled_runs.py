@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from lt_zero.common import plain_names
+from tests.support.features import needs
 from tests.support.lightning_tools import GPT, QUIET, assert_same, sharded_trainer, single_trainer, torchrun_env
 from tests.support.matrix import only_rows
 from tests.support.models import VOCAB, WIDTH, Block
@@ -145,7 +146,7 @@ OVERHEAD: dict[str, Any] = {"mode": "reduce-overhead"}
 OFFLOADED: dict[str, Any] = {"zero": {"offload_optimizer": {"device": "cpu"}}}
 SELECTIVE: dict[str, Any] = {"config": {"activation_checkpointing": {"mode": "selective"}}}
 # docs/compile.md has these rows.
-RUNS: list[tuple[list[int], str, dict[str, Any], dict[str, Any]]] = [
+RUNS: list[Any] = [
     ([1, 2, 3], "blocks", INDUCTOR, {}),
     ([1, 2, 3], "wrapped blocks", INDUCTOR, {}),
     ([1, 2, 3], "net", INDUCTOR, {}),
@@ -154,7 +155,7 @@ RUNS: list[tuple[list[int], str, dict[str, Any], dict[str, Any]]] = [
     ([2, 3], "configured", INDUCTOR, {}),
     ([2, 3], "blocks", INDUCTOR, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
     ([2, 3], "blocks", INDUCTOR, OFFLOADED),
-    ([2, 3], "blocks", INDUCTOR, {**OFFLOADED, **SELECTIVE}),
+    pytest.param([2, 3], "blocks", INDUCTOR, {**OFFLOADED, **SELECTIVE}, marks=needs("activation_checkpointing")),
     ([2, 3], "blocks", OVERHEAD, {}),
     ([2, 3], "net", OVERHEAD, {}),
     ([1, 2], "blocks", INDUCTOR, {"averages": True}),

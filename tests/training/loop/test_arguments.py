@@ -10,11 +10,8 @@ import torch
 from torch import nn
 
 import lt_zero
-from lt_zero import attention
-from lt_zero.attention import Fixed, SparseSelfAttention, pattern_of, sparse_attention
 from tests.support.features import needs
 
-QUERY = torch.ones(1, 2, 32, 8)
 CONFIG = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 MODEL = nn.Linear(2, 2)
 
@@ -30,18 +27,6 @@ def _synced(target: Any) -> None:
 
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
-    (lambda: sparse_attention(QUERY, QUERY, QUERY, "fixed"), r"pattern is 'fixed' \(str\): pass a pattern, such as"),
-    (lambda: sparse_attention(QUERY, QUERY, QUERY, Fixed), "pattern is the class Fixed: pass a pattern"),
-    (lambda: sparse_attention(Fixed(), QUERY, QUERY, QUERY), "query is Fixed.*: pass query, key and value as"),
-    (lambda: sparse_attention(QUERY, QUERY, QUERY, Fixed(), [1]), r"key_padding_mask is \[1\] \(list\)"),
-    (lambda: sparse_attention(QUERY, QUERY, QUERY, Fixed(), dropout=".1"), r"dropout is '.1' \(str\): pass a number"),
-    (lambda: SparseSelfAttention("fixed"), r"sparsity_config=\.\.\.\) is 'fixed'"),
-    (lambda: SparseSelfAttention(Fixed())(QUERY, QUERY, QUERY, rpe="a"), "rpe is 'a'"),
-    (lambda: pattern_of({"mode": "fixed"}), r"pattern_of is \{'mode': 'fixed'\} \(dict\): pass a ZeroConfig"),
-    (lambda: Fixed(num_heads=4), r"Fixed\(num_heads=4\) is no setting .* remove it"),
-    (lambda: Fixed(4), r"Fixed\(4\): settings are passed by name"),
-    (lambda: attention.BigBird(num_randm_blocks=1), "did you mean num_random_blocks?"),
-    (lambda: Fixed().layout("4", 8), r"layout\(heads=\.\.\.\) is '4'"),
     (lambda: _entered("x"), r"gathered is 'x' \(str\): pass a module, a parameter"),
     (lambda: _entered(None), "gathered is None"),
     (lambda: _entered(["weight"]), "gathered is 'weight'"),
