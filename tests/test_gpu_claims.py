@@ -22,6 +22,7 @@ from rich.console import Console
 
 import lt_zero
 from tests.support import gpu_collectives
+from tests.support.features import needs
 from tests.support.gpu_ranks import over_nccl, place_of, texts_of
 from tests.support.paths import ROOT
 from tests.support.pool import HERE, Pool
@@ -50,7 +51,13 @@ def here(trial: gpu_largest.Trial, seconds: float) -> dict[str, Any]:
     return found | {"trains": math.isfinite(found["loss"])}
 
 
-@pytest.mark.parametrize("name", gpu_measures.MEASURES)
+OF_FEATURES = {"few_bits": "quantize", "attention": "sparse_attention"}  # that a measurement is about
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=needs(OF_FEATURES[n])) if n in OF_FEATURES else n for n in gpu_measures.MEASURES],
+)
 def test_a_measurement_gives_the_rows_of_its_claims(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_cost, "DEPTH", 2)
     monkeypatch.setattr(gpu_largest.Trial, "run_apart", here)
