@@ -6,6 +6,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,8 +30,8 @@ from tests.support.house.imports import (
 )
 from tests.support.house.loaded import by_part, fits, total
 from tests.support.house.parts import part_of, stale
-from tests.support.house.taken_out import take_out
-from tests.support.paths import PACKAGE
+from tests.support.house.taken_out import checkout_without_features, feature_folders, take_out, without_features
+from tests.support.paths import PACKAGE, ROOT
 from tests.support.walks import Function
 
 FILES = {
@@ -87,7 +91,9 @@ def test_the_longest_line_of_the_table_decides() -> None:
 def test_every_file_has_a_part() -> None:
     files = this_package().files
     assert not [file for file in files if part_of(file) is None], "give them a line in tests/support/house/parts.py"
-    assert not stale(files), "these lines of tests/support/house/parts.py fit no file"
+    # A feature's whole folder may be taken out.
+    lines = [line for line in stale(files) if not re.fullmatch(r"(features|tools)/\w+/", line)]
+    assert not lines, "these lines of tests/support/house/parts.py fit no file"
 
 
 def test_a_part_and_its_tests_are_removed_from_a_copy(fake: Package, tmp_path: Path) -> None:
@@ -105,6 +111,24 @@ def test_a_part_and_its_tests_are_removed_from_a_copy(fake: Package, tmp_path: P
     assert sorted(path.name for path in (copy / "tests").rglob("*.py")) == ["test_core.py"]
     assert len(list((copy / "fake").rglob("*.py"))) == len(FILES) - 1
     assert (fake.folder / "tiles" / "loss.py").exists()
+
+
+def test_features_are_removed_from_a_copy_with_their_tests(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    kept = ["lt_zero/__init__.py", "lt_zero/features/__init__.py", "lt_zero/tools/doctor.py", "tests/test_core.py"]
+    gone = ["lt_zero/features/ema/__init__.py", "lt_zero/tools/compare/__init__.py"]
+    gone += ["tests/features/ema/test_ema.py", "tests/tools/compare/test_compare.py"]
+    for name in (*kept, *gone, ".venv/lib.py", "build/lib.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    folders = feature_folders(root / "lt_zero")
+    assert folders == [Path("features/ema"), Path("tools/compare")]
+    copy = checkout_without_features(root, tmp_path / "whole", folders)
+    assert sorted(path.relative_to(copy).as_posix() for path in copy.rglob("*.py")) == kept
+    bare = without_features(root / "lt_zero", tmp_path / "bare", folders[:1])
+    assert not (bare / "features" / "ema").exists()
+    assert (bare / "tools" / "compare" / "__init__.py").exists()
+    assert all((root / name).exists() for name in gone)
 
 
 def test_functions_are_counted_without_comments_docstrings_and_blank_lines(tmp_path: Path) -> None:
@@ -165,11 +189,15 @@ def test_the_core_imports_no_more_of_features_and_the_configuration_than_it_did(
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
-    """Fits of this package and of one that needs a file which only this one has; one process starts both."""
+    """Fits of this package, of one that needs a file which only this one has, and of this one without any feature.
+
+    One process starts all three.
+    """
     other = tmp_path_factory.mktemp("other") / "lt_zero"
     other.mkdir()
     (other / "__init__.py").write_text("from lt_zero.features.tiles import loss\n")
-    return fits([Job(3, PACKAGE), Job(3, other)])
+    bare = without_features(PACKAGE, tmp_path_factory.mktemp("bare"), feature_folders(PACKAGE))
+    return fits([Job(3, PACKAGE), Job(3, other), Job(3, bare)])
 
 
 def test_a_default_fit_loads_no_more_than_it_did(outcomes: list[Outcome]) -> None:
@@ -181,3 +209,32 @@ def test_a_default_fit_loads_no_more_than_it_did(outcomes: list[Outcome]) -> Non
 
 def test_a_fit_takes_the_package_from_its_folder_only(outcomes: list[Outcome]) -> None:
     assert outcomes[1] == ([], "ModuleNotFoundError: No module named 'lt_zero.features'")
+
+
+def test_a_default_fit_runs_without_any_feature(outcomes: list[Outcome]) -> None:
+    """It loads the same files as with all of them there."""
+    files, problem = outcomes[2]
+    assert not problem
+    assert files == outcomes[0].files
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_default_fit_runs_without_each_feature(tmp_path: Path) -> None:
+    folders = feature_folders(PACKAGE)
+    jobs = [Job(3, without_features(PACKAGE, tmp_path / folder.name, [folder])) for folder in folders]
+    problems = {folder.name: fit.problem for folder, fit in zip(folders, fits(jobs), strict=True)}
+    assert problems == dict.fromkeys(problems, "")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_other_tests_import_no_feature(tmp_path: Path) -> None:
+    """All files of tests can be imported without the features and their own tests."""
+    copy = checkout_without_features(ROOT, tmp_path, feature_folders(PACKAGE))
+    # The copy comes before an editable install.
+    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "slow or not slow", "-p", "no:cacheprovider"]
+    done = subprocess.run(words, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+    errors = [line for line in done.stdout.splitlines() if line.startswith(("ERROR", "E  "))]
+    assert done.returncode == 0, errors or done.stdout[-2000:] + done.stderr

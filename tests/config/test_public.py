@@ -17,6 +17,7 @@ from lt_zero import ZeroStrategy
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.load import Loaded, examine
 from lt_zero.core.followers import followers
+from tests.support.features import skip_without
 from tests.support.lightning_tools import QUIET
 from tests.support.matrix import only
 from tests.support.paths import DATA
@@ -134,6 +135,8 @@ def train(path: Path, root: Path, *overrides: str) -> ZeroStrategy:
     """
     loaded = examine(path, overrides=overrides)
     assert loaded.config is not None, loaded.problems
+    if loaded.config.optimizer is not None:
+        skip_without(loaded.config.optimizer.type)
     micro, total = loaded.config.train_micro_batch_size_per_gpu, loaded.config.train_batch_size
     steps = loaded.config.gradient_accumulation_steps or 1
     fits = total is None or micro is None or total == micro * steps

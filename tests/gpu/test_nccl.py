@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import lt_zero
 from lt_zero.common import accelerator
 from tests.support import gpu_collectives, pipelines
+from tests.support.features import needs, skip_without
 from tests.support.gpu import GPU
 from tests.support.gpu_collectives import place
 from tests.support.gpu_engine import STEPS, batch, far, net, plain, sharded, started
@@ -87,6 +88,7 @@ def test_stages_in_bf16(device: torch.device, ranks: Pool, stage: int, mode: str
 
 @pytest.mark.parametrize("zero", [{"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}], ids=["MiCS", "hpZ"])
 def test_replicas(device: torch.device, ranks: Pool, zero: dict[str, Any]) -> None:
+    skip_without(zero)
     ranks.run(4, _beside_one_process, device.type, 3, "32-true", RELEASE | zero)
 
 
@@ -106,6 +108,7 @@ def _in_few_bits(kind: str, stage: int, zero: dict[str, Any]) -> None:
     assert torch.equal(flat, first)
 
 
+@needs("zero_plus_plus")
 @pytest.mark.parametrize(
     ("stage", "zero"),
     [(3, RELEASE | {"zero_quantized_weights": True}), (2, {"zero_quantized_gradients": True})],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -158,7 +159,9 @@ def test_a_key_of_a_missing_feature_says_what_is_missing(
     without("lt_zero.tools.gradient_noise.feature")
     text = refused({"gradient_noise_scale": True})
     assert "gradient_noise_scale: the gradient noise scale is not installed" in text
-    assert "no module lt_zero.tools.gradient_noise.feature. Install lt_zero with it, or remove gradient" in text
+    # Of a feature that is not there at all the folder is missing.
+    missing = r"no module lt_zero\.tools\.gradient_noise(\.feature)?\. Install lt_zero with it, or remove gradient"
+    assert re.search(missing, text)
     without("lt_zero.tools.compare.feature")
     monkeypatch.setenv("LT_ZERO_RECORD", "runs")
     assert "LT_ZERO_RECORD: the record of a run is not installed" in refused({})
@@ -174,7 +177,8 @@ def test_a_missing_name_and_command_say_what_is_missing(
     without("lt_zero.tools.compare.compare")
     done = CliRunner().invoke(cli.app, ["compare", "a", "b"])
     assert done.exit_code == 1
-    assert "lt-zero compare is not installed: there is no module lt_zero.tools.compare.compare" in done.output
+    missing = r"lt-zero compare is not installed: there is no module lt_zero\.tools\.compare(\.compare)?\."
+    assert re.search(missing, done.output)
 
 
 def test_a_library_that_a_feature_lacks_is_named_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

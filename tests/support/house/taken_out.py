@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +38,34 @@ def take_out(
             (folder / each.name / path.relative_to(each.folder)).unlink()
         _remove_empty(folder / each.name)
     return Removed(len(files), len(tests))
+
+
+def feature_folders(package: Path) -> list[Path]:
+    """The folders of features and tools that come through the door, relative to the package."""
+    found = [path.parent for part in ("features", "tools") for path in (package / part).glob("*/__init__.py")]
+    return sorted(path.relative_to(package) for path in found)
+
+
+def without_features(package: Path, folder: Path, gone: Iterable[Path]) -> Path:
+    """Copy a package into ``folder`` without some of its ``feature_folders``; returns the copy's path."""
+    copy = folder / package.name
+    shutil.copytree(package, copy)
+    for each in gone:
+        shutil.rmtree(copy / each)
+    return copy
+
+
+def checkout_without_features(root: Path, folder: Path, gone: Iterable[Path]) -> Path:
+    """Copy a checkout into ``folder`` without some of its features and their tests; returns the copy's path.
+
+    What git does not keep is left out: environments, builds and hidden folders.
+    """
+    copy = folder / root.name
+    shutil.copytree(root, copy, symlinks=True, ignore=shutil.ignore_patterns(".*", "build", "dist", "site"))
+    for each in gone:
+        shutil.rmtree(copy / "lt_zero" / each)
+        shutil.rmtree(copy / "tests" / each)
+    return copy
 
 
 def _tests_of(part: str, package: Package, suite: Package, parts: Mapping[str, tuple[str, ...]]) -> list[Path]:

@@ -30,7 +30,7 @@ from lt_zero.tools.compare.compare import (
 )
 from lt_zero.tools.compare.recorder import RECORD, Fingerprint, of_one
 from tests.support.pool import Pool
-from tests.support.recorded_runs import run
+from tests.tools.compare.recorded_runs import run
 
 
 class Net(nn.Module):
