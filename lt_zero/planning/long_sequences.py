@@ -48,9 +48,8 @@ class Remedies(NamedTuple):
     @property
     def installed(self) -> bool:
         """True if the features that they need are installed."""
-        keys = ["activation_checkpointing.mode"] * self.recompute
-        keys += ["long_sequences"] * (self.tiled_loss or self.tiled_mlp)
-        return all(map(is_installed, keys))
+        folders = ["activation_checkpointing"] * self.recompute + ["tiles"] * (self.tiled_loss or self.tiled_mlp)
+        return all(map(is_installed, folders))
 
     def of(self, config: ZeroConfig) -> ZeroConfig:
         """``config`` with these."""

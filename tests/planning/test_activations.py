@@ -173,6 +173,17 @@ def test_batches_that_are_no_tokens() -> None:
 SHAPE = Transformer(4, 64, 4, sequence=512, vocabulary=512)
 
 
+def test_every_remedy_that_is_installed_is_counted() -> None:
+    def is_there(remedies: Remedies) -> bool:
+        tiled = remedies.tiled_loss or remedies.tiled_mlp
+        return there("activation_checkpointing") >= remedies.recompute and there("tiles") >= tiled
+
+    assert ActivationCounter(SHAPE, 1, ZeroConfig(), None).ladder == tuple(filter(is_there, LADDER))
+    names = [remedies.name for remedies in ActivationCounter(nn.Linear(1, 1), 1, ZeroConfig(), None).ladder]
+    assert names[0] == "as it is"
+    assert ("+ blocks recomputed" in names) == there("activation_checkpointing")
+
+
 @pytest.mark.slow
 @needs("tiles", "activation_checkpointing")
 def test_dimensions_give_what_a_module_of_them_keeps() -> None:
