@@ -316,7 +316,7 @@ def _adam_in_8_bits(state: kernels.State) -> tuple[Callable[[], Any], float]:
 
 def _nf4(state: kernels.State) -> kernels.Cases:
     """Weights in bf16 to codes, and back."""
-    from lt_zero.features.quantize.nf4 import NF4  # the other measurements run without the quantization
+    from lt_zero.features.quantize.nf4 import NF4  # other measures run where the feature was taken out
 
     codes = NF4.encode(state.low)
     nbytes = state.low.nbytes + codes.nbytes

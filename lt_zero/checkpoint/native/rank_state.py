@@ -359,9 +359,10 @@ def feature_states(engine: Engine, prefix: str = "", sharded: bool = True) -> di
         values = {prefix + name: saved.state_dict() for name, saved in states_of(engine).items()}
     if not values:
         return {}
+    of_ranks = values_of_ranks(world, values)  # fragments count as alike
     if not sharded:
         values = map_tensors(values, partial(_whole_fragment, world))
-    return {"values": values, OF_RANKS: values_of_ranks(world, values)}
+    return {"values": values, OF_RANKS: of_ranks}
 
 
 def _whole_fragment(world: World, tensor: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ class Live:
 class GatherStrategy:
     """Gathers the weights of the one bucket that it is made for. This class sends them as they are.
 
-    Others are in ``exchange/``.
+    Others are in ``features/``.
 
     Attributes:
         rounded: what was gathered last is not what the owners have.

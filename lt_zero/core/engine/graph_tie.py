@@ -1,4 +1,4 @@
-"""What hooks in the graph of a forward refer to their engine by.
+"""The reference from hooks in the graph of a forward to their engine.
 
 Note [Graphs that are kept]
     Hooks of autograd's nodes need the engine until the backward has run, also if the model is out of scope by then. But
