@@ -193,7 +193,7 @@ clean: ## Remove the virtual environment, caches and outputs
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed: make PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c '' 2> /dev/null || $(PYTHON) -m venv $(VENV)  # one that works stays: venv writes into its files
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,lint,examples]"
 	@touch $@
 

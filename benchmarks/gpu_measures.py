@@ -39,7 +39,6 @@ import lt_zero
 from lt_zero import kernels as ops
 from lt_zero.config.precision import dtype_policy
 from lt_zero.core.engine.storage_plan import DEVICE, HOST
-from lt_zero.features.quantize.nf4 import NF4
 from lt_zero.kernels.moments import coded_nbytes
 from lt_zero.offload import host_store
 from lt_zero.planning.check import measured
@@ -317,6 +316,8 @@ def _adam_in_8_bits(state: kernels.State) -> tuple[Callable[[], Any], float]:
 
 def _nf4(state: kernels.State) -> kernels.Cases:
     """Weights in bf16 to codes, and back."""
+    from lt_zero.features.quantize.nf4 import NF4  # other measures run where the feature was taken out
+
     codes = NF4.encode(state.low)
     nbytes = state.low.nbytes + codes.nbytes
     encode = partial(NF4.encode, state.low, None, codes)

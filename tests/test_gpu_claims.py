@@ -22,6 +22,7 @@ from rich.console import Console
 
 import lt_zero
 from tests.support import gpu_collectives
+from tests.support.features import skip_without
 from tests.support.gpu_ranks import over_nccl, place_of, texts_of
 from tests.support.paths import ROOT
 from tests.support.pool import HERE, Pool
@@ -52,6 +53,7 @@ def here(trial: gpu_largest.Trial, seconds: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", gpu_measures.MEASURES)
 def test_a_measurement_gives_the_rows_of_its_claims(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without("quantize" if name == "few_bits" else "")
     monkeypatch.setattr(host_cost, "DEPTH", 2)
     monkeypatch.setattr(gpu_largest.Trial, "run_apart", here)
     rows = list(gpu_measures.MEASURES[name](TINY))

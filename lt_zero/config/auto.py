@@ -86,7 +86,7 @@ def _with(config: ZeroConfig, found: Sequence[Resolution]) -> ZeroConfig:
         document.pop(path)
     for entry in found:
         document.put(path_of(entry.key), entry.value)
-    made = validate(document, ZeroConfig)
+    made = validate(document, type(config))
     if made is None:
         problems = []
         for problem in document.problems:

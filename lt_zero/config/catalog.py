@@ -21,7 +21,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from lt_zero.common.fields import scalars
 from lt_zero.config.keys import AUTO, FORMS, aliases, lookup, nearest, rows
-from lt_zero.config.load import ZeroConfig
+from lt_zero.config.load import ZeroConfig, current_schema
 
 _NAMES = {"boolean": "true, false", "integer": "whole number", "number": "number", "string": "text", "null": ""}
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
@@ -49,9 +49,13 @@ class _Generator(GenerateJsonSchema):
         return scalars(dft.model_dump() if isinstance(dft, BaseModel) else dft)
 
 
-@cache
 def _schema() -> dict[str, Any]:
-    schema: dict[str, Any] = _standard(ZeroConfig.model_json_schema(schema_generator=_Generator))
+    return _schema_of(current_schema())
+
+
+@cache
+def _schema_of(config: type[ZeroConfig]) -> dict[str, Any]:
+    schema: dict[str, Any] = _standard(config.model_json_schema(schema_generator=_Generator))
     return schema
 
 
@@ -62,16 +66,21 @@ def _standard(node: Any) -> Any:
     return [_standard(entry) for entry in node] if isinstance(node, list) else node
 
 
-@cache
 def entries() -> tuple[KeyEntry, ...]:
     """All keys, in the order of the schema."""
-    return tuple(_entries(_schema(), ""))
+    return _entries_of(current_schema())
 
 
-def _entries(block: Mapping[str, Any], prefix: str) -> Iterator[KeyEntry]:
+@cache
+def _entries_of(config: type[ZeroConfig]) -> tuple[KeyEntry, ...]:
+    schema = _schema_of(config)
+    return tuple(_entries(schema, schema, ""))
+
+
+def _entries(schema: Mapping[str, Any], block: Mapping[str, Any], prefix: str) -> Iterator[KeyEntry]:
     for name, node in block["properties"].items():
-        if (inner := _block(_schema(), node)) is not None:
-            yield from _entries(inner, f"{prefix}{name}.")
+        if (inner := _block(schema, node)) is not None:
+            yield from _entries(schema, inner, f"{prefix}{name}.")
             continue
         key, default = f"{prefix}{name}", value_text(node["default"]) if "default" in node else ""
         if node.get("type") == "object":

@@ -9,22 +9,24 @@ import shlex
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from typing import Any, TypeVar
+from functools import cache, reduce
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import PrivateAttr, ValidationError, model_validator
+from pydantic import PrivateAttr, ValidationError, create_model, model_validator
 
 from lt_zero.common.errors import BLOCK_CHECKS, MOST_SHOWN, Check, ConfigError, Mark, Path, Problem, dotted, path_of
-from lt_zero.common.fields import Block, block_of, item_block_of, keys_of, scalars, set_places, thawed
+from lt_zero.common.fields import Block, block_of, item_block_of, key, keys_of, scalars, set_places, thawed
+from lt_zero.common.places import load
 from lt_zero.common.users_code import warn
 from lt_zero.common.variables import check_variables
 from lt_zero.config.blocks import ActivationCheckpointing, Schema, ZeroOptimization
 from lt_zero.config.document import MISSING, Document, Notice, masked, masking, secrets
 from lt_zero.config.interpolations import literal, resolve
-from lt_zero.config.keys import NO_EFFECT, classify, rename
+from lt_zero.config.keys import NO_EFFECT, below, classify, lookup, rename
 from lt_zero.config.overrides import apply
 from lt_zero.config.read import read
 from lt_zero.config.rules import contradictions, inactive
+from lt_zero.core.feature import blocks, registered
 
 # Rank of the process and of the node; some launchers set only one.
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -40,6 +42,9 @@ _UNSHARDED = Notice(
 )
 
 
+BlocksOfFeatures = tuple[tuple[str, type[Block]], ...]  # with their keys
+
+
 class ConfigWarning(UserWarning):
     """A key was renamed or has no effect."""
 
@@ -51,6 +56,7 @@ class ZeroConfig(Schema):
     2
     """
 
+    of_features: ClassVar[BlocksOfFeatures] = ()  # of the classes that ``current_schema`` makes
     _autos: frozenset[Path] = PrivateAttr(frozenset())
     _secret: frozenset[Path] = PrivateAttr(frozenset())  # values from environment variables, as they were found
 
@@ -60,7 +66,15 @@ class ZeroConfig(Schema):
             block = keys.get("zero_optimization", {})
             block = block.model_dump(exclude_unset=True) if isinstance(block, ZeroOptimization) else block
             keys["zero_optimization"] = {**block, "stage": stage}
+        if type(self) is ZeroConfig:
+            object.__setattr__(self, "__class__", current_schema())
         super().__init__(**keys)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a class that was made with blocks of features as these blocks: it has no place in a module."""
+        if not self.of_features:
+            return super().__reduce_ex__(protocol)
+        return _unfilled, (self.of_features,), self.__getstate__()
 
     def __eq__(self, other: object) -> bool:
         """True if all values are equal, however they were written; ``secret`` does not matter."""
@@ -70,7 +84,12 @@ class ZeroConfig(Schema):
 
     @model_validator(mode="after")
     def _consistent(self) -> ZeroConfig:
-        if problems := list(contradictions(self)):
+        problems = list(contradictions(self))
+        for entry in registered():
+            known = entry.block is None or (entry.key, entry.block) in self.of_features
+            if known and entry.asked(self):
+                problems += load(entry.place, entry.key, entry.name)(self).rules()
+        if problems:
             raise ConfigError(problems)
         return self
 
@@ -112,6 +131,44 @@ class ZeroConfig(Schema):
 
 
 set_places(ZeroConfig)
+
+
+def current_schema() -> type[ZeroConfig]:
+    """``ZeroConfig`` with the blocks that registered features bring, as if they stood in its class."""
+    return _schema_with(tuple(blocks().items()))
+
+
+@cache
+def _schema_with(of_features: BlocksOfFeatures) -> type[ZeroConfig]:
+    """``ZeroConfig`` with more blocks.
+
+    Raises:
+        ValueError: a key is one of lt_zero's or DeepSpeed's; or a block has a key without default.
+    """
+    if not of_features:
+        return ZeroConfig
+    fields: dict[str, Any] = {}
+    for name, block in of_features:
+        if name in keys_of(ZeroConfig) or hasattr(ZeroConfig, name) or lookup((name,)) is not None or below((name,)):
+            raise ValueError(f"register(Entry(key={name!r})): lt_zero or DeepSpeed has this key. Name it otherwise.")
+        try:
+            default = block()
+        except ValidationError as error:
+            lacks = dotted((name, *error.errors()[0]["loc"]))
+            text = f"{lacks} has no default. Give it one: the feature is off then."
+            raise ValueError(f"register(Entry(block={block.__name__})): {text}") from error
+        fields[name] = (block, key(default, (block.__doc__ or "").partition("\n")[0].removesuffix(".")))
+    made: type[ZeroConfig] = create_model("ZeroConfig", __base__=ZeroConfig, __doc__=ZeroConfig.__doc__, **fields)
+    made.of_features = of_features
+    set_places(made)
+    return made
+
+
+def _unfilled(of_features: BlocksOfFeatures) -> ZeroConfig:
+    """An object of that schema without values, which unpickling fills in."""
+    schema = _schema_with(of_features)
+    return schema.__new__(schema)
+
 
 Given = ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 Activations = ActivationCheckpointing | Mapping[str, Any] | str | bool | None
@@ -179,7 +236,15 @@ def examine(
     last = shlex.split(os.environ.get(OVERRIDES, "")) if for_run else []
     known: frozenset[Path] = frozenset()
     if isinstance(config, ZeroConfig):
-        if stage is None and not overrides and activations is None and broadcast_buffers is None and not last:
+        unchanged = type(config) is current_schema()  # no feature was registered since it was made
+        if (
+            unchanged
+            and stage is None
+            and not overrides
+            and activations is None
+            and broadcast_buffers is None
+            and not last
+        ):
             if for_run and "stage" not in config.zero_optimization.model_fields_set:
                 told.append(_UNSHARDED)
             return Loaded({}, config=config, notices=told)
@@ -225,8 +290,9 @@ def _examined(
     if for_run and document.get(("zero_optimization", "stage")) in (MISSING, None):
         told.append(_UNSHARDED)
     document.notices += told
-    document = classify(document, ZeroConfig, BLOCK_CHECKS)
-    made = validate(document, ZeroConfig)
+    schema = current_schema()
+    document = classify(document, schema, BLOCK_CHECKS)
+    made = validate(document, schema)
     _check_blocks(document, BLOCK_CHECKS)
     if made is not None:
         made._autos, made._secret = document.autos, frozenset(document.secret)
@@ -323,9 +389,9 @@ def _with_arguments(
         document.problem(("activation_checkpointing",), text)
         return document
     given = read(given).values
-    for key, value in given.items():
-        says = f"ZeroStrategy(activation_checkpointing=...) says {key}={value!r}, which"
-        wanted.append((("activation_checkpointing", key), value, says, f"activation_checkpointing={given!r}"))
+    for name, value in given.items():
+        says = f"ZeroStrategy(activation_checkpointing=...) says {name}={value!r}, which"
+        wanted.append((("activation_checkpointing", name), value, says, f"activation_checkpointing={given!r}"))
     for path, value, says, source in wanted:
         there = document.get(path)
         if there is MISSING or there is None or (there == "auto" and path[-1] == "stage"):

@@ -6,28 +6,41 @@ is off is not imported.
 
 A package of one's own adds a feature on all ranks, before the configuration is read:
 
-    class Noise(Feature):
-        def watch(self, engine, run): ...
+    class NoiseBlock(Block):
+        scale: Real = key(0.0, "its standard deviation", ge=0)
 
-    register(Entry("noise", "my_package.noise:Noise", "my_noise", lambda config: config.of("my_noise").scale > 0))
+    class Noise(Feature):
+        def watch(self, engine, run): ...  # self.config.noise is a NoiseBlock
+
+    register(Entry("noise", "my_package.noise:Noise", "noise", lambda config: config.noise.scale > 0, NoiseBlock))
+
+docs/internals/features.md describes each hook, with examples that run (tests/outside).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from torch import nn
+from lt_zero.common.errors import Problem as Problem
+from lt_zero.common.fields import Block as Block
+from lt_zero.common.fields import Positive as Positive
+from lt_zero.common.fields import Real as Real
+from lt_zero.common.fields import Whole as Whole
+from lt_zero.common.fields import key as key
 
-from lt_zero.core.comm.shard_group import ShardGroup
-from lt_zero.core.engine.bucket import GatherStrategy
-from lt_zero.core.engine.engine import Engine
-from lt_zero.core.engine.exchange_plan import ExchangePlan
-from lt_zero.core.engine.options import EngineOptions
-from lt_zero.core.engine.partition import BucketPlan, EnginePlan, GroupFacts
-from lt_zero.core.engine.storage_plan import Codecs, StoragePlan
+if TYPE_CHECKING:  # who reads a configuration needs no engine
+    from torch import nn
+
+    from lt_zero.core.comm.shard_group import ShardGroup
+    from lt_zero.core.engine.bucket import GatherStrategy
+    from lt_zero.core.engine.engine import Engine
+    from lt_zero.core.engine.exchange_plan import ExchangePlan
+    from lt_zero.core.engine.options import EngineOptions
+    from lt_zero.core.engine.partition import BucketPlan, EnginePlan, GroupFacts
+    from lt_zero.core.engine.storage_plan import Codecs, StoragePlan
 
 
 class Handle(Protocol):
@@ -65,6 +78,21 @@ class Run:
     in_parts: bool = False
 
 
+class Saved(Protocol):
+    """A state that checkpoints have; with the methods of torch, which modules, schedulers and metrics have, too."""
+
+    def state_dict(self) -> Any:
+        """The value to save: plain values and tensors, in containers. Not collective.
+
+        Ranks may have different values. The same number of ranks gets its own back, any other one those of rank 0. A
+        tensor of which each rank has a part is a ``Fragment`` (lazy_tensor.py) on each; with one in it, the other
+        values are those of rank 0.
+        """
+
+    def load_state_dict(self, state: Any, /) -> object:
+        """Go on with a saved value. Its tensors are on the CPU, those of fragments whole. Not collective."""
+
+
 class Feature:
     """One feature of a run. All hooks are no-ops by default; a hook is collective if all ranks call it.
 
@@ -85,6 +113,13 @@ class Feature:
 
     def __init__(self, config: Any) -> None:
         self.config = config
+
+    def rules(self) -> Iterator[Problem]:
+        """Find what is wrong with the configuration, which asks for the feature, when it is read.
+
+        Features of other packages are asked; rules of lt_zero's own keys are in config/rules.py.
+        """
+        return iter(())
 
     # ---- plans: forecasts ask for them, too, without processes -----------------------------------------------------
 
@@ -164,6 +199,14 @@ class Feature:
         """
         return None
 
+    def states(self) -> Mapping[str, Saved]:
+        """The states that checkpoints of the watched engine have, by names that no other feature uses.
+
+        Asked at each save, and at each load that resumes: after weights, before optimizers. The same names on all
+        ranks.
+        """
+        return {}
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -174,12 +217,15 @@ class Entry:
         place: where its class is, ``module:class``; imported if the feature is asked for.
         key: of the configuration, or variable of the environment, by which it is asked for.
         asked: returns whether a configuration, or the environment, asks for it.
+        block: of a key at the top level that the feature brings; each of its keys has a default. The configuration has
+            it as an attribute of the key's name. None: the key is one of lt_zero's.
     """
 
     name: str
     place: str
     key: str
     asked: Callable[[Any], bool]
+    block: type[Block] | None = None
 
 
 _registered: list[Entry] = []
@@ -189,10 +235,12 @@ def register(entry: Entry) -> None:
     """Add a feature after all others. The same on all ranks, in one order.
 
     Raises:
-        ValueError: its name is taken.
+        ValueError: its name, or the key of its block, is taken.
     """
     if any(known.name == entry.name for known in _registered):
         raise ValueError(f"register({entry.name!r}): a feature of this name exists: rename one.")
+    if entry.block is not None and entry.key in blocks():
+        raise ValueError(f"register({entry.name!r}): another feature brings the key {entry.key!r}: rename one.")
     _registered.append(entry)
 
 
@@ -204,3 +252,8 @@ def unregister(name: str) -> None:
 def registered() -> tuple[Entry, ...]:
     """The features that packages have added, in their order."""
     return tuple(_registered)
+
+
+def blocks() -> dict[str, type[Block]]:
+    """The blocks that registered features bring, by their keys."""
+    return {entry.key: entry.block for entry in _registered if entry.block is not None}

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.feature import Feature, Handle, Run
+from lt_zero.core.feature import Feature, Handle, Run, Saved
 
 
 class Follower:
@@ -99,3 +99,21 @@ class Figure(ABC):
 def figures_of(engine: Engine) -> list[Figure]:
     """The numbers that features measure of an engine, in the order of the features."""
     return [follower.handle for follower in followers(engine) if isinstance(follower.handle, Figure)]
+
+
+def states_of(engine: Engine) -> dict[str, Saved]:
+    """The states of an engine's features, by their names.
+
+    Raises:
+        ValueError: two features have a state of one name.
+    """
+    found: dict[str, Saved] = {}
+    for follower in followers(engine):
+        mine = follower.feature.states()
+        if twice := found.keys() & mine.keys():
+            raise ValueError(
+                f"{type(follower.feature).__name__}.states: another feature has a state {min(twice)!r}, too: rename "
+                "one."
+            )
+        found |= mine
+    return found

@@ -125,7 +125,7 @@ def shard(
     expect(module, nn.Module, "The module of lt_zero.shard", "pass an nn.Module")
     specs = tuple(specs)
     of_ranks = partial(group.ask_all, name="sizes of the model") if group is not None else alone
-    config = with_sizes(config if isinstance(config, ZeroConfig) else ZeroConfig.of(config), module, specs, of_ranks)
+    config = with_sizes(ZeroConfig.of(config), module, specs, of_ranks)
     placed = (t.device for t in chain(module.parameters(), module.buffers()) if t.device.type != "meta")
     device = accelerator.with_index(device or next(placed, torch.device("cpu")))
     if not accelerator.is_current(device):

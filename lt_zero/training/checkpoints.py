@@ -30,8 +30,11 @@ from lt_zero.checkpoint.native.directory import PendingDirectory
 from lt_zero.checkpoint.native.load import NEW, OnAllRanks, loss_scale, restore_optimizer, stepped
 from lt_zero.checkpoint.native.pieces import on_all_ranks, weight_fragments
 from lt_zero.checkpoint.native.rank_state import (
+    FEATURES,
     RANK_BUFFERS,
     RESIDUALS,
+    feature_states,
+    load_feature_states,
     load_rank_buffers,
     load_residuals,
     rank_buffers,
@@ -166,6 +169,8 @@ def beside(engines: Mapping[str, Engine], sharded: bool = True) -> dict[str, Any
         if not engine.buffers.enabled and (different := rank_buffers(engine, prefix)) is not None:
             buffers |= different["buffers"]
             found[RANK_BUFFERS] = {"ranks": engine.world.size, "buffers": buffers}
+        for kind, values in feature_states(engine, prefix, sharded).items():
+            found.setdefault(FEATURES, {}).setdefault(kind, {}).update(values)
     return found
 
 
@@ -325,6 +330,7 @@ class Progress:
         rank_buffers: buffers of each rank, where they differ.
         loss_scale: its state; {} if there is none.
         averages: the arguments of ``WeightAverage.load``.
+        features: states of features; None if there are none.
     """
 
     stepped: bool
@@ -332,6 +338,7 @@ class Progress:
     rank_buffers: Any = None
     loss_scale: Mapping[str, Any] | None = None
     averages: tuple[Mapping[str, Any], Collection[str], int] | None = None
+    features: Any = None
 
     @classmethod
     def of(cls, checkpoint: Mapping[str, Any]) -> Progress:
@@ -341,7 +348,7 @@ class Progress:
             trained = checkpoint[TRAINED_WEIGHTS]
             averages = checkpoint["state_dict"], trained["weights"].keys(), trained["updates"]
         kept = checkpoint.get(RESIDUALS), checkpoint.get(RANK_BUFFERS)
-        return cls(stepped(checkpoint), *kept, loss_scale(checkpoint), averages)
+        return cls(stepped(checkpoint), *kept, loss_scale(checkpoint), averages, checkpoint.get(FEATURES))
 
     def restore(self, engine: Engine, controller: LossScaleController | None, prefix: str = "") -> None:
         """Restore all of it into an engine with loaded weights, before its optimizers. Collective.
@@ -365,6 +372,9 @@ class Progress:
         if average is not None and self.averages is not None:
             with engine.world.agree("restoring averages", CheckpointError):
                 average.load(*self.averages)
+        if self.features is not None:
+            with engine.world.agree("restoring states of features", CheckpointError):
+                load_feature_states(engine, self.features, prefix)
         if controller is not None:
             controller.load_state_dict(dict(self.loss_scale or {}))
             controller.start_watching(engine)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import kernels as ops
-from lt_zero.features.quantize.nf4 import NF4
 from lt_zero.kernels.moments import coded_nbytes
 from lt_zero.kernels.rounding import ElementRows
+from tests.support.features import needs
 from tests.support.parity import RELEASE, STAGES, config_of, full_values
 
 pytestmark = pytest.mark.gpu
@@ -50,8 +50,11 @@ def test_a_step_with_moments_in_8_bits_has_the_bits_of_the_reference(device: tor
     assert all(torch.equal(got, want) for got, want in pairs)
 
 
+@needs("quantize")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_nf4_has_the_bits_of_the_reference(device: torch.device, dtype: torch.dtype) -> None:
+    from lt_zero.features.quantize.nf4 import NF4
+
     assert ops.available(device)
     for numel in SIZES:
         x = drawn(numel, 0, dtype)
@@ -155,6 +158,7 @@ def test_fewer_bits_that_a_step_rounds_to(device: torch.device, stage: int, keys
     close_in_the_mean(feed_forward(device, stage, **keys), feed_forward(CPU, stage, **keys), share)
 
 
+@needs("quantize")
 @pytest.mark.parametrize("bits", [8, 4])
 def test_adapters_beside_frozen_weights_in_few_bits(device: torch.device, bits: int) -> None:
     def of(place: torch.device) -> dict[str, Tensor]:

@@ -61,6 +61,7 @@ def _serve(connection: Connection, place: Place) -> None:
         place.enter()
     gc.freeze()  # what is imported lives for ever: a collection after each task need not look at it
     os.environ.update(place.environment)
+    mp.set_forkserver_preload(["tests.support.preload"])  # of what this worker starts, as the workers of loaders
     import torch
 
     torch.set_num_threads(1)

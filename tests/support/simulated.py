@@ -125,7 +125,8 @@ class LateGroup(ShardGroup):
         super().__init__(world or _LateWorld(device), [range(2)], divisor)
 
     def _choose(self, division: int, topology: str | int, scatters: bool) -> None:
-        self.transport = self.sums = LateTransport(self.connections(self.mesh, None), self._early, self._full)
+        self.transport = LateTransport(self.connections(self.mesh, None), self._early, self._full)
+        self.sum_by(None)
 
     def run(self, operation: Operation, name: str, flat: Tensor, start: Callable[[CollectiveId | None], Work]) -> Work:
         return start(CollectiveId("late", 0, operation.name, name, flat.numel()))

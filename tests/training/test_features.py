@@ -19,7 +19,8 @@ from typing_extensions import override
 import lt_zero
 from lt_zero import cli
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.feature import Entry, Feature, Figure, Run, register, unregister
+from lt_zero.core.feature import Entry, Feature, Run, register, unregister
+from lt_zero.core.followers import Figure
 from tests.support.lightning_tools import FULL, sharded_trainer, trust
 from tests.support.matrix import only
 from tests.support.pool import Pool

@@ -17,6 +17,11 @@ Note [Values of each rank]
     What a script saves beside the model may differ between ranks: random states, or the place of a loader. Rank 0's
     values are where readers of one value look for them. Beside them are those of all ranks, of the keys that differ.
     The same number of ranks goes on with its own; any other one with rank 0's, and a warning names the keys.
+
+Note [States of features]
+    What features save (``Feature.states``) has two parts, both by the prefix of the engine and the name of the state:
+    ``values`` of rank 0, with fragments, and ``of_ranks`` as in Note [Values of each rank]. There is no entry without
+    such a feature. A state whose feature is not there is left alone, and a warning names it.
 """
 
 from __future__ import annotations
@@ -36,7 +41,9 @@ from torch import Tensor
 from lt_zero.common import plain_names
 from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.compat import clean_name
+from lt_zero.common.errors import CheckpointError
 from lt_zero.common.names import merged
+from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.core.comm.objects import packed
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.averaged_weights import average_of
@@ -45,8 +52,10 @@ from lt_zero.core.engine.buffers import digests
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.exchange import BucketResiduals
 from lt_zero.core.engine.lazy_tensor import Fragment, elements_of, whole
+from lt_zero.core.followers import states_of
 
 RESIDUALS, RANK_BUFFERS = "gradient_compression", "rank_buffers"  # keys in a Lightning checkpoint
+FEATURES = "lt_zero_features"  # another
 _UNKNOWN = b""  # the digest of a value that cannot be pickled
 OF_RANKS = "of_ranks"  # key, in what a script has saved, of the values that differ between ranks
 
@@ -330,3 +339,66 @@ def own_values(world: World, values: Mapping[str, Any], of_ranks: Mapping[str, l
             f"{len(of_ranks[others[0]])} have saved: all get that of rank 0."
         )
     return {**values, **{key: found[world.rank] for key, found in fitting.items()}}
+
+
+# ---- states of features ----------------------------------------------------------------------------------------------
+
+
+def feature_states(engine: Engine, prefix: str = "", sharded: bool = True) -> dict[str, dict[str, Any]]:
+    """The states of the engine's features; {} if there are none. See Note [States of features]. Collective.
+
+    Args:
+        prefix: of the engine's parameters in the checkpoint.
+        sharded: with fragments; else with full tensors in their place, on rank 0.
+
+    Raises:
+        CheckpointError: on all ranks: a feature has failed.
+    """
+    world = engine.world
+    with world.agree("reading states of features", CheckpointError):
+        values = {prefix + name: saved.state_dict() for name, saved in states_of(engine).items()}
+    if not values:
+        return {}
+    of_ranks = values_of_ranks(world, values)  # fragments count as alike
+    if not sharded:
+        values = map_tensors(values, partial(_whole_fragment, world))
+    return {"values": values, OF_RANKS: of_ranks}
+
+
+def _whole_fragment(world: World, tensor: Tensor) -> Tensor:
+    """The full tensor (on the CPU) of a fragment, on rank 0, and one without elements elsewhere; others as they are.
+
+    Collective for fragments.
+    """
+    if not isinstance(tensor, Fragment):
+        return tensor
+    mine = tensor.box, tensor.lo, tensor.hi, tensor.local().detach().cpu()
+    parts = world.host_gather(mine, "a tensor of a feature")
+    if tensor.done is not None:
+        tensor.done()
+    if world.rank > 0:
+        return torch.empty(0, dtype=tensor.dtype)
+    made = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype)
+    for box, lo, hi, values in parts:
+        part = box.of(made)
+        rows = part.flatten()
+        rows[lo:hi] = values
+        part.copy_(rows.view(part.shape))
+    return made
+
+
+def load_feature_states(engine: Engine, state: Mapping[str, Any], prefix: str = "") -> None:
+    """Let the engine's features go on with what ``feature_states`` of any number of ranks has returned."""
+    values = own_values(engine.world, state["values"], state.get(OF_RANKS, {}))
+    mine = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+    known = states_of(engine)
+    for name, saved in known.items():
+        if name in mine:
+            saved.load_state_dict(mine[name])
+    if (others := [name for name in mine if name not in known]) and engine.world.rank == 0:
+        log.warning(
+            "The checkpoint has states of features that this run does not have: %s. They are left out. To go on with "
+            "them, ask for the features by their keys; those of other packages have to be registered "
+            "(lt_zero.core.feature.register).",
+            ", ".join(map(repr, others)),
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 import zlib
@@ -30,6 +31,7 @@ from lt_zero.core.comm.transport import (
     Replicas,
     SendBuffer,
     SendBuffers,
+    Sums,
     Transport,
 )
 from lt_zero.core.comm.work import CollectiveId, Done, Work
@@ -62,6 +64,26 @@ ALL_REDUCE = Operation("all-reduce", "all_reduce", reduces=True)
 SUM_REPLICAS = Operation("sum over replicas", "all_reduce", reduces=True)
 
 
+class Configured(NamedTuple):
+    """The arguments of ``ShardGroup.configure`` that all engines of a group share."""
+
+    shards: int
+    topology: str | int
+    scatters: bool
+    sums_gradients: bool
+    predivide: float | None
+
+
+# The keys of the configuration from which these come.
+_KEYS = (
+    "zero_optimization.mics_shard_size",
+    "communication.topology",
+    "zero_optimization.reduce_scatter",
+    "gradient_allreduce_op",
+    "gradient_predivide_factor",
+)
+
+
 class ShardGroup(Ranks):
     """Ranks over which the parameters of some buckets are the same, with the collectives of these buckets.
 
@@ -84,7 +106,6 @@ class ShardGroup(Ranks):
         nodes: the ranks of each node.
         topology: in which dimensions tensors cross the nodes.
         transport: moves tensors between the ranks.
-        sums: moves gradients, which another transport may sum (``sum_by``).
         secondary_shards: ranks that share a second copy of parameters, for plans; 1: there is none.
     """
 
@@ -119,13 +140,13 @@ class ShardGroup(Ranks):
         members = [[numbers[rank] for rank in node if rank in numbers] for node in world.nodes]
         self.nodes = [node for node in members if node]
         self._row: Groups | None = None  # groups over parts of the ranks
-        self._configured: tuple[Any, ...] | None = None
+        self._configured: Configured | None = None
+        self._serves: weakref.WeakSet[SendBuffers] = weakref.WeakSet()  # of the engines that have buckets here
         self._made: dict[Hashable, Any] = {}  # see ``once``
-        self._end_sums: weakref.finalize[Any, Any] | None = None  # closes ``sums``, if ``sum_by`` was given it
         self.secondary_shards = 1
         self.topology = Topology((), "there is one rank")
         self.transport: Transport
-        self.sums: Transport
+        self._sums: Sums
         if gathers is not None:
             self._connect(gathers, everyone)
         self._choose(self._largest, "auto", True)
@@ -216,17 +237,20 @@ class ShardGroup(Ranks):
             predivide: divisor of gradients before they are sent; None: as the dtype needs.
 
         Raises:
-            ConfigError: they do not fit the ranks.
+            ConfigError: they do not fit the ranks. Or an engine uses the group, which was configured otherwise for it.
         """
+        wanted = Configured(shards, topology, scatters, sums_gradients, predivide)
+        known = self._configured
+        if known is not None and wanted != known:
+            self._require_unused(known, wanted)
         self.sums_gradients = sums_gradients
         self.predivide = predivide
+        self._configured = wanted
         # What features have added may be of an earlier configuration: they add it again.
         self.secondary_shards = 1
         self.sum_by(None)
-        wanted = (shards, topology, scatters)
-        if wanted != self._configured:
-            self._choose(*wanted)
-            self._configured = wanted
+        if known is None or wanted[:3] != known[:3]:
+            self._choose(shards, topology, scatters)
             if self.rank == 0 and self.process_group is not None and len(self.nodes) > 1:
                 log.info("Collectives over %d nodes: %s.", len(self.nodes), self.topology.why)
 
@@ -262,16 +286,33 @@ class ShardGroup(Ranks):
             share_memory=self.share_memory,
         )
 
+    def _require_unused(self, known: Configured, wanted: Configured) -> None:
+        """Raise ConfigError, on all ranks, if an engine uses this group as it is ``known``. Collective."""
+        gc.collect()  # engines that the user has dropped are in cycles
+        used = torch.tensor([len(self._serves)])
+        self.world.host_max(used, "engines of a group").wait()
+        if not used:
+            return
+        pairs = zip(_KEYS, known, wanted, strict=True)
+        changed = {key: f"{key} ({was} until now, now {new})" for key, was, new in pairs if was != new}
+        text = (
+            f"{', '.join(changed.values())}: another model is sharded over this group (group=...), and all models of "
+            "one group are exchanged alike. Give this model a group of its own, ShardGroup(group.world, group.parts, "
+            "group.divisor), or the same configuration."
+        )
+        raise ConfigError([Problem(next(iter(changed)), text)])
+
+    @property
+    def sums(self) -> Transport:
+        """The transport that sums the gradients of engines that are built from now on."""
+        return self._sums.transport
+
     def sum_by(self, transport: Transport | None) -> None:
-        """Let ``transport`` sum gradients, closed with the group; None: the one that gathers. Closes the last one."""
-        if self._end_sums is not None:
-            self._end_sums()
-            self._end_sums = None
-        self.sums = transport or self.transport
-        if transport is not None:
-            # Once called it forgets the transport, whose threads and memory would stay until the group ends.
-            self._end_sums = weakref.finalize(self, transport.close)
-            self._end_sums.atexit = False
+        """Let ``transport`` sum the gradients of engines that are built from now on; None: the one that gathers.
+
+        Earlier engines keep theirs, which is closed when neither they nor the group need it any more.
+        """
+        self._sums = Sums(transport or self.transport, closes=transport is not None)
 
     def _choose(self, division: int, topology: str | int, scatters: bool) -> None:
         """Make the groups and the transport. ``division``: ranks of a replica, in parts that have more."""
@@ -285,7 +326,7 @@ class ShardGroup(Ranks):
                 self.topology = Topology((), "groups are not on nodes in the same way")
         found = self.connections(self.mesh, self._row or whole, self.topology.sizes, scatters)
         self.transport = transports.connect(found, self.world)
-        self.sums = self.transport
+        self.sum_by(None)
 
     def _divide(self, division: int, whole: Groups) -> None:
         """Make the process groups of the replicas, and over them. Collective."""
@@ -390,7 +431,9 @@ class ShardGroup(Ranks):
 
     def send_buffers(self, largest: Mapping[torch.dtype, int]) -> SendBuffers:
         """Buffers for reductions, reusable up to the ``largest`` elements of each dtype."""
-        return SendBuffers(self.sums, self.device, lambda dtype: self.factors(dtype)[0], largest)
+        made = SendBuffers(self._sums, self.device, lambda dtype: self.factors(dtype)[0], largest)
+        self._serves.add(made)
+        return made
 
     @property
     def sends(self) -> SendSizes:
@@ -441,19 +484,20 @@ class ShardGroup(Ranks):
         other than ``SENT`` where ``sums_replicas_apart``.
         """
         mean = self._mean(out, send, add, replicas)
-        return self.run(REDUCE_SCATTER, name, send.flat, partial(self.sums.reduce_scatter, mean))
+        transport = send.transport or self.sums
+        return self.run(REDUCE_SCATTER, name, send.flat, partial(transport.reduce_scatter, mean))
 
-    def sum_replicas(self, out: Tensor, dtype: torch.dtype, name: str) -> Work:
+    def sum_replicas(self, out: Tensor, dtype: torch.dtype, name: str, transport: Transport) -> Work:
         """Sum ``out`` (1D, a shard) over the replicas, in place, after reductions that summed ``NOTHING`` over them.
 
-        ``dtype``: in which it is sent, unless the transport ``sums_wide``.
+        ``dtype``: in which ``transport`` sends it, unless it ``sums_wide``.
         """
-        return self.run(SUM_REPLICAS, name, out, partial(self.sums.sum_replicas, out, dtype))
+        return self.run(SUM_REPLICAS, name, out, partial(transport.sum_replicas, out, dtype))
 
     def all_reduce(self, out: Tensor, send: SendBuffer, add: bool, name: str) -> Work:
         """Average ``send`` (one equal part per rank) over the ranks, and write all of it to ``out``, or add it."""
         mean = self._mean(out, send, add)
-        return self.run(ALL_REDUCE, name, send.flat, partial(self.sums.all_reduce, mean))
+        return self.run(ALL_REDUCE, name, send.flat, partial((send.transport or self.sums).all_reduce, mean))
 
     def _mean(self, out: Tensor, send: SendBuffer, add: bool, replicas: Replicas = Replicas.SENT) -> Reduction:
         return Reduction(out, send.flat, send.scratch, add, self.factors(send.flat.dtype)[1], replicas)

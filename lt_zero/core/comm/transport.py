@@ -19,6 +19,7 @@ Note [Shard groups]
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -189,7 +190,7 @@ class Transport:
         return cls(connections)
 
     def close(self) -> None:
-        """End what it has running, on all ranks: another transport takes its place."""
+        """End what it has running, on all ranks: nobody needs it any more."""
 
     # ---- memory that peers read in place -----------------------------------------------------------------------
 
@@ -443,6 +444,18 @@ def sum_in_rank_order(shards: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
 # ---- memory from which gradients are sent ---------------------------------------------------------------------------
 
 
+class Sums:
+    """The transport that sums gradients, for engines of one group.
+
+    ``closes``: it does nothing else, and is closed when neither the group nor an engine keeps this object.
+    """
+
+    def __init__(self, transport: Transport, closes: bool) -> None:
+        self.transport = transport
+        if closes:
+            weakref.finalize(self, transport.close).atexit = False
+
+
 @dataclass(eq=False)
 class SendBuffer:
     """Input of one reduction.
@@ -452,19 +465,23 @@ class SendBuffer:
         factor: see ``ShardGroup.factors``.
         scratch: 1D, for what the reduction receives.
         whole: of a reusable buffer: all of it, of which ``flat`` and ``scratch`` are parts.
+        transport: sends it; None: the one that sums now.
     """
 
     flat: Tensor
     factor: float
     scratch: Tensor
     whole: tuple[Tensor, Tensor] | None = None
+    transport: Transport | None = None
 
 
 class SendBuffers:
     """Send buffers for the buckets of one engine in one group. Reusable ones take turns.
 
+    ``transport``: sends them.
+
     Args:
-        transport: sends.
+        sums: sends, whatever sums the gradients of other engines.
         device: of the gradients.
         factor: of gradients that are sent in a dtype.
         largest: by dtype, the most elements of a reusable buffer. Others are freed after their reduction.
@@ -472,16 +489,17 @@ class SendBuffers:
 
     def __init__(
         self,
-        transport: Transport,
+        sums: Sums,
         device: torch.device,
         factor: Callable[[torch.dtype], float],
         largest: Mapping[torch.dtype, int],
     ) -> None:
-        self._transport = transport
+        self._sums = sums
+        self.transport = sums.transport
         self._device = device
         self._factor = factor
         self._largest = largest
-        self._sizes = transport.sends
+        self._sizes = self.transport.sends
         self._free: dict[torch.dtype, deque[tuple[Tensor, Tensor]]] = {}
         self._made: dict[torch.dtype, int] = {}  # number of reusable ones, free or not
 
@@ -489,7 +507,8 @@ class SendBuffers:
         """A buffer for ``numel`` elements; in the same order on all ranks. At most two are in use at a time."""
         largest, factor = self._largest.get(dtype, 0), self._factor(dtype)
         if numel > largest:
-            return SendBuffer(flat_empty(numel, dtype, self._device), factor, self._scratch(numel, dtype, False))
+            flat = flat_empty(numel, dtype, self._device)
+            return SendBuffer(flat, factor, self._scratch(numel, dtype, False), None, self.transport)
         free = self._free.setdefault(dtype, deque())
         made = self._made.get(dtype, 0)
         if made < self._sizes.turns:
@@ -497,7 +516,7 @@ class SendBuffers:
             whole = self._allocate(largest, dtype)
         else:
             whole = free.popleft()
-        return SendBuffer(whole[0][:numel], factor, whole[1][:numel], whole)
+        return SendBuffer(whole[0][:numel], factor, whole[1][:numel], whole, self.transport)
 
     def filled(self, values: Tensor, dtype: torch.dtype) -> SendBuffer:
         """A buffer with gradients (1D) that are complete, in ``dtype``; ``values`` may be overwritten."""
@@ -505,7 +524,7 @@ class SendBuffers:
         scratch = self._scratch(values.numel(), dtype, False)
         flat, factor = values if values.dtype == dtype else torch.empty_like(values, dtype=dtype), self._factor(dtype)
         values.mul_(factor)
-        return SendBuffer(flat if flat is values else flat.copy_(values), factor, scratch)
+        return SendBuffer(flat if flat is values else flat.copy_(values), factor, scratch, None, self.transport)
 
     def give_back(self, buffer: SendBuffer, unused: bool = False) -> None:
         """Let a buffer from ``take`` be reused after its reduction; ``unused``: there was none."""
@@ -526,7 +545,7 @@ class SendBuffers:
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A reusable buffer for the life of a run, and its scratch."""
-        return self._transport.allocate_send(numel, dtype), self._scratch(numel, dtype, True)
+        return self.transport.allocate_send(numel, dtype), self._scratch(numel, dtype, True)
 
     def _scratch(self, numel: int, dtype: torch.dtype, reusable: bool) -> Tensor:
         return flat_empty(self._sizes.scratch_numel(numel, reusable), dtype, self._device)

@@ -91,7 +91,7 @@ class Live:
 class GatherStrategy:
     """Gathers the weights of the one bucket that it is made for. This class sends them as they are.
 
-    Others are in ``exchange/``.
+    Others are in ``features/``.
 
     Attributes:
         rounded: what was gathered last is not what the owners have.
@@ -169,6 +169,7 @@ class Bucket:
         self.params = [p for _, p in plan.parameters]
         self.is_cut = storage.is_cut  # this rank steps, and gets the gradients of, a shard
         self.is_whole = storage.is_whole  # which may be all elements
+        self.sums_apart = self.is_cut and group.sums_replicas_apart  # sums over replicas may be left to a later one
         self.staged = storage.staged  # see sharded_optimizer.py, Note [Staged buckets]
         self.layout = plan.layout_in(group.mesh.shards, group.size)
         self.counted = storage.counted  # elements, where ranks of all groups have to decide alike

@@ -57,11 +57,12 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -91,6 +92,7 @@ from lt_zero.core.engine.exchange import GradientExchange
 from lt_zero.core.engine.fp32_modules import find_fp32_modules
 from lt_zero.core.engine.gather import Call, Gatherer, Residency, Unit
 from lt_zero.core.engine.grad_reducer import GradReducer
+from lt_zero.core.engine.graph_tie import Tie, held_by_modules
 from lt_zero.core.engine.guard import shares_storage
 from lt_zero.core.engine.offload import Offload
 from lt_zero.core.engine.options import EngineOptions
@@ -182,6 +184,7 @@ class Engine(ProcessLocal):
         self._publishes_later = options.overlap_comm and all(group.gathers_in_background for group in self.groups)
         self._awaits_steps = offload_manager.overlaps or self._publishes_later
         self.gatherer = Gatherer(units, root_unit, groups, limits, self._awaits_steps)
+        self._ties: list[Tie[Engine]] = []  # of graphs, whose hooks the running backward has called
         self._span: TimedSpan = NOTHING  # timing of a backward without a backward_pass context
         self._ranges = UnitRanges()  # timing of units in the running backward
         self.buffers = BufferSync(root, self.peers, options.broadcast_buffers and not exchange.sums_late)
@@ -228,7 +231,8 @@ class Engine(ProcessLocal):
         # Code may call any layer by itself, or use a weight (inside of ``gathered`` where it is sharded), and graphs of
         # torch.compile leave out hooks of modules. Then nothing that begins a backward comes before these gradients.
         parameters = dict.fromkeys(parameter for bucket in self.buckets for parameter in bucket.params)
-        handles = hook_parameters(parameters, self._arm)
+        handles = hook_parameters(parameters, partial(_arm_known, Tie(self, holds=False)))
+        handles += held_by_modules(self, self.root)
         for unit in self.units:
             before, after = partial(self.pre_forward, unit), partial(self.post_forward, unit)
             # See Note [Compiled code].
@@ -427,7 +431,7 @@ class Engine(ProcessLocal):
         if self.in_backward or running_transform():
             return
         if torch.is_grad_enabled():
-            hook_nodes(iter_tensors(output), partial(_arm_uncompiled, self))
+            hook_nodes(iter_tensors(output), partial(_arm_uncompiled, Tie(self)))
         if self._depth > 0:
             return
         if self._saved_weights.opened:
@@ -504,7 +508,8 @@ class Engine(ProcessLocal):
             return None
         call.references = references_of(unit) if releases else []
         unit.awaited += 1
-        call.inputs = hook_inputs(args, kwargs, partial(self.unit_done, unit, call))
+        call.tie = Tie(self)
+        call.inputs = hook_inputs(args, kwargs, partial(_end_of_call, call.tie, weakref.ref(unit), call))
         return call.inputs.value
 
     def _stays_gathered(self, unit: Unit) -> bool:
@@ -519,13 +524,14 @@ class Engine(ProcessLocal):
             self._saved_weights.close()
         call.range.close()
         given, call.inputs = call.inputs, None
+        tie, call.tie = call.tie, None
         written = given.write_back() if given is not None else []
         tensors = list(iter_tensors((output, written)))
         if torch.is_grad_enabled():
             # With values that the forward stored in attributes of the module or its children (auxiliary losses).
             modules = unit.module.modules() if unit.sharded else ()
             stored = [value for m in modules for key, value in vars(m).items() if key not in _MODULE_INTERNALS]
-            begin = partial(_begin_uncompiled, self, unit, call)
+            begin = partial(_begin_uncompiled, tie or Tie(self), weakref.ref(unit), call)
             hooked = hook_nodes([*tensors, *iter_tensors(stored)], begin, given)
             call.passed = not hooked
         if not unit.sharded:
@@ -584,6 +590,7 @@ class Engine(ProcessLocal):
     def abort_backward(self) -> None:
         """Drop the state of a backward that ended with an exception."""
         self.in_backward = self._explicit = self._create_graph = False
+        self._loosen_ties()
         self._preparation.forget()
         self._ranges.leave()
         self._span.close()
@@ -596,8 +603,18 @@ class Engine(ProcessLocal):
         for listener in self.after_backward:
             listener()
 
-    def _arm(self, grads: object = None) -> None:
-        """Begin a backward, unless one is running. ``grads``: of the node or parameter whose hook this is."""
+    def _note_tie(self, tie: Tie[Engine]) -> None:
+        """Note that a backward runs the hooks of a tie. See graph_tie.py, Note [Graphs that are kept]."""
+        if tie.ends:
+            self._ties.append(tie)
+
+    def _loosen_ties(self) -> None:
+        for tie in self._ties:
+            tie.loosen()
+        self._ties.clear()
+
+    def _arm(self) -> None:
+        """Begin a backward, unless one is running."""
         if not self.in_backward:
             # Hide first: autograd would add to the gradients that ``p.grad`` shows, and count them twice.
             self.grad_views.detach(fresh=in_running_backward())
@@ -612,8 +629,8 @@ class Engine(ProcessLocal):
             if not self._explicit:
                 queue_backward_callback(self.end_backward)
 
-    def _pre_backward(self, unit: Unit, call: Call, grads: object = None) -> None:
-        """Begin the backward of a call. ``grads``: of the output node whose hook this is."""
+    def _pre_backward(self, unit: Unit, call: Call) -> None:
+        """Begin the backward of a call."""
         self._arm()
         self._ranges.enter(unit.name)
         if torch.is_grad_enabled():
@@ -684,6 +701,7 @@ class Engine(ProcessLocal):
         explicit = self._explicit
         self.in_backward = False
         self._explicit = False
+        self._loosen_ties()
         again, self._create_graph = self._create_graph, False
         self.backwards += 1
         # torch.autograd.grad leaves no gradients behind: nothing to reduce, on any rank.
@@ -854,5 +872,36 @@ def has_groups(groups: Sequence[ShardGroup]) -> bool:
 # torch.compile breaks the graph here
 _enter_uncompiled: Any = torch.compiler.disable(Engine.enter_forward)
 _leave_uncompiled: Any = torch.compiler.disable(Engine.leave_forward)
-_arm_uncompiled: Any = torch.compiler.disable(Engine._arm)
-_begin_uncompiled: Any = torch.compiler.disable(Engine._pre_backward)
+
+
+# ---- hooks in graphs, see graph_tie.py, Note [Graphs that are kept]; ``grads``: of the node or parameter -------------
+
+
+def _arm_known(tie: Tie[Engine], grads: object) -> None:
+    """Begin a backward at the gradient of a parameter."""
+    tie.get()._arm()
+
+
+def _arm_at_output(tie: Tie[Engine], grads: object) -> None:
+    """Begin a backward at an output of the model."""
+    engine = tie.get()
+    engine._note_tie(tie)
+    engine._arm()
+
+
+def _begin_call(tie: Tie[Engine], unit: weakref.ref[Unit], call: Call, grads: object) -> None:
+    """Begin the backward of a call at one of its outputs."""
+    engine = tie.get()
+    engine._note_tie(tie)
+    engine._pre_backward(cast(Unit, unit()), call)
+
+
+def _end_of_call(tie: Tie[Engine], unit: weakref.ref[Unit], call: Call, grads: object) -> None:
+    """End the backward of a call at the gradients of its inputs."""
+    engine = tie.get()
+    engine._note_tie(tie)
+    engine.unit_done(cast(Unit, unit()), call, grads)
+
+
+_arm_uncompiled: Any = torch.compiler.disable(_arm_at_output)
+_begin_uncompiled: Any = torch.compiler.disable(_begin_call)

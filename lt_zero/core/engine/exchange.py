@@ -211,7 +211,7 @@ class PlainExchange(GradientExchange):
             )
 
     def sums_replicas_apart(self, bucket: Bucket) -> bool:
-        return bucket.is_cut and bucket.group.sums_replicas_apart
+        return bucket.sums_apart
 
     def reduce(
         self, bucket: Bucket, out: Tensor, send: SendBuffer, add: bool, replicas: Replicas = Replicas.SENT

@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from lt_zero.common.tensor_tree import ReplacedTensors
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.work import CollectiveId
 from lt_zero.core.engine.bucket import Bucket, Live, State
+from lt_zero.core.engine.graph_tie import Tie
 from lt_zero.core.engine.options import EngineOptions
 from lt_zero.core.engine.partition import GroupFacts
 
@@ -55,6 +57,7 @@ class Call:
     """One forward of a unit, until its backward."""
 
     range: TimedSpan = NOTHING  # its span in a profiler, while it runs
+    tie: Tie[Any] | None = None  # of its graph's hooks to the engine, while it runs
     inputs: ReplacedTensors | None = None  # the arguments with aliases, while it runs
     saves: bool = False  # it runs under the saved-tensor hooks of saved_weights.py, which it entered
     references: list[int] = field(default_factory=list)  # by Python objects, at its beginning

@@ -153,7 +153,8 @@ class GradReducer:
         for bucket in partial:
             self._make_room()
             grads = bucket.grads
-            work = bucket.group.sum_replicas(grads.partial_target(), grads.send_dtype(grads.dtype), bucket.name)
+            out, dtype = grads.partial_target(), grads.send_dtype(grads.dtype)
+            work = bucket.group.sum_replicas(out, dtype, bucket.name, self._buffers[bucket.group].transport)
             self._in_flight.append((bucket, work, None))
         if partial:
             self.drain()

@@ -42,7 +42,7 @@ def is_view(bucket: Bucket) -> bool:
     """True if ``p.grad`` is, or may be, a view of the accumulator."""
     local = bucket.grads.local
     # Where replicas are summed once a step, a view kept over a micro-batch would show one replica's part of the sum.
-    apart = bucket.grads.partial or (bucket.is_cut and bucket.group.sums_replicas_apart)
+    apart = bucket.grads.partial or bucket.sums_apart
     if local is None and (bucket.offloaded or bucket.grads.lacks_factor or apart):
         return False
     dtype = local.dtype if local is not None else bucket.grads.values.dtype

@@ -103,7 +103,8 @@ class _Training:
         self._rows = 0
         self._new: list[tuple[Tensor, Tensor, int]] = []  # of steps: squares, norm of the step, samples of this rank
         self._averages: tuple[float, float] | None = None  # S and |G|^2
-        self._handles: list[Any] = [p.register_hook(self._see) for p in engine.root.parameters() if p.requires_grad]
+        see = partial(_see, weakref.ref(self))
+        self._handles: list[Any] = [p.register_hook(see) for p in engine.root.parameters() if p.requires_grad]
         lists: list[tuple[list[Callable[[], None]], Callable[[], None]]] = [
             (engine.after_backward, self._end_backward),
             (engine.before_step, self._before_step),
@@ -124,7 +125,8 @@ class _Training:
         """Note the samples of a micro-batch."""
         self._rows += rows
 
-    def _see(self, grad: Tensor) -> None:
+    def see(self, grad: Tensor) -> None:
+        """Add the squares of a parameter's gradient."""
         self._squares += torch.linalg.vector_norm(grad.detach(), dtype=torch.float32).double() ** 2
 
     def _end_backward(self) -> None:
@@ -160,3 +162,9 @@ class _Training:
         if self._averages is None or self._averages[1] <= 0:
             return None
         return max(0.0, self._averages[0] / self._averages[1])
+
+
+def _see(training: weakref.ref[_Training], grad: Tensor) -> None:
+    """Pass a gradient on. Graphs refer to parameters, and must not hold the engine: graph_tie.py."""
+    if (known := training()) is not None:
+        known.see(grad)

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec
 from lt_zero.common.arguments import check_group_options
 from lt_zero.common.fields import dotted_keys
 from lt_zero.common.numbers import to_whole_number
-from lt_zero.config.load import ZeroConfig
+from lt_zero.config.load import current_schema
 
 P = ParamSpec("P")
 
@@ -151,7 +151,7 @@ def _advice(name: str, value: Any, known: list[str]) -> str:
     """Advice for a replacement of the argument ``name``."""
     if name in _ELSEWHERE:
         return f"{_ELSEWHERE[name]}."
-    keys = list(dotted_keys(ZeroConfig))
+    keys = list(dotted_keys(current_schema()))
     key = _KEYS.get(name) or next((key for key in keys if key in (name, f"{_ZERO}{name}")), None)
     if key is not None and key.endswith(".device"):
         value = "cpu" if value is True else "none" if value is False or value is None else value

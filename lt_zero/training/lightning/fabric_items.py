@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from lt_zero.checkpoint.native.load import as_lightning, engine_of, entries_of, 
 from lt_zero.checkpoint.native.load import stepped as has_stepped
 from lt_zero.checkpoint.native.pieces import full_optimizer_state, optimizer_fragments, parameter_names
 from lt_zero.checkpoint.native.rank_state import (
+    FEATURES,
     OF_RANKS,
     RANK_BUFFERS,
     RESIDUALS,
@@ -78,7 +79,7 @@ class Opened:
     ``modules``, ``optimizers``: keys; ``left_out``: names of frozen weights that were not saved, by module;
     ``trained``: weights that training goes on with, by module, where they are not those in ``saved``; ``stepped``: keys
     of optimizers whose weights are those of a step, None: of those with states; ``of_ranks``: values of each rank, of
-    items that differ between ranks.
+    items that differ between ranks; ``features``: states of features.
     """
 
     saved: dict[str, Any]
@@ -90,12 +91,13 @@ class Opened:
     loss_scale: dict[str, Any] = field(default_factory=dict)
     residuals: Any = None
     rank_buffers: Any = None
+    features: Any = None
     of_ranks: Mapping[str, list[Any]] = field(default_factory=dict)
     prefixes: Mapping[str, str] = field(default_factory=dict)  # of names of parameters, by module
 
     def progress(self, stepped: bool) -> Progress:
         """Progress of an optimizer's engine, without buffers, which are restored with its module."""
-        return Progress(stepped, self.residuals, loss_scale=self.loss_scale)
+        return Progress(stepped, self.residuals, loss_scale=self.loss_scale, features=self.features)
 
     def only(self, value: nn.Module | Optimizer, path: str) -> str:
         """The key of the only module, or optimizer.
@@ -143,6 +145,7 @@ def open_directory(source: CheckpointSource, weights_only: bool | None) -> Opene
         loss_scale=loss_scale(found),
         residuals=found.get(RESIDUALS),
         rank_buffers=found.get(RANK_BUFFERS),
+        features=found.get(FEATURES),
         of_ranks=here.get(OF_RANKS, {}),
         prefixes=here["modules"],
     )
@@ -157,7 +160,9 @@ def opened_file(saved: dict[str, Any]) -> Opened:
         stepped=own.get("stepped"),
         loss_scale=own.get("loss_scale", {}),
         residuals=own.get(RESIDUALS),
+        features=own.get(FEATURES),
         of_ranks=own.get(OF_RANKS, {}),
+        prefixes=own.get("modules", {}),
     )
 
 
@@ -199,7 +204,8 @@ class FabricItems:
         if found.pop(RANK_BUFFERS, None) is not None and self.world.rank == 0:
             log.warning("checkpoint.format: full keeps rank 0's buffers only, and other ranks have others.")
         differing = self._of_ranks(parts, own)
-        parts[BESIDE] = {**self._progress(state), **found, **differing, "frozen_left_out": frozen}
+        prefixes = {"modules": prefixes_of(list(modules))} if FEATURES in found else {}
+        parts[BESIDE] = {**self._progress(state), **found, **differing, **prefixes, "frozen_left_out": frozen}
         with self.world.agree(f"saving {path}", CheckpointError):
             if self.world.rank > 0:
                 return
@@ -294,6 +300,7 @@ class FabricItems:
         """Load parts of a checkpoint into objects. Collective."""
         optimizers = {k: ShardedOptimizer.of(value) for k, value in objects.items() if isinstance(value, Optimizer)}
         stepped_next = [sharded.engine for sharded in optimizers.values() if sharded is not None]
+        keys = {value.engine: key for key, value in objects.items() if isinstance(value, ShardedModule)}
         # checkpoint/native/load.py, Note [Order of a restore]
         for key, value in objects.items():
             if isinstance(value, nn.Module):
@@ -308,12 +315,19 @@ class FabricItems:
             if (sharded := optimizers.get(key)) is not None:
                 states = saved[key].get("state") if isinstance(saved[key], Mapping) else None
                 stepped = bool(states) if opened.stepped is None else key in opened.stepped
-                self._restore_optimizer(opened, sharded, saved[key], stepped)
+                self._restore_optimizer(opened, sharded, saved[key], stepped, keys.get(sharded.engine))
             elif not isinstance(value, nn.Module):
                 value.load_state_dict(saved[key])
 
-    def _restore_optimizer(self, opened: Opened, sharded: ShardedOptimizer, saved: Any, stepped: bool) -> None:
-        opened.progress(stepped).restore(sharded.engine, self.loss_scale)
+    def _restore_optimizer(
+        self, opened: Opened, sharded: ShardedOptimizer, saved: Any, stepped: bool, module: Any
+    ) -> None:
+        """Restore progress and states of an optimizer; ``module``: the key of its module, None: that is not loaded."""
+        progress = opened.progress(stepped)
+        if module not in opened.prefixes and len(opened.prefixes) > 1:
+            # It is unknown which of the states of features are those of this engine.
+            progress = replace(progress, features=None)
+        progress.restore(sharded.engine, self.loss_scale, opened.prefixes.get(module, ""))
         remedy = "leave the optimizer out of what fabric.load gets, to start with a new one."
         whole = {"state": {}, **saved} if isinstance(saved, Mapping) else saved  # a filter may have left it out
         number = self.session.number(sharded)

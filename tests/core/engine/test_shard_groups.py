@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch.distributed as dist
 
 import lt_zero
 from lt_zero import ConfigError
+from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.comm.world import World
 from lt_zero.optim import Lamb
 from tests.support.matrix import only_rows
 from tests.support.models import Net, next_token_loss
@@ -87,6 +90,57 @@ def test_replicas_stay_equal(pool: Pool, tmp_path: Path, stage: int, kind: str) 
     plain, *_ = pool.run(4, _train, stage, {}, None, kind)
     for name, value in plain.items():
         np.testing.assert_allclose(first[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def _another_on_the_group(second: dict[str, Any]) -> str:
+    """The error of a second model that would change the group of the first, which goes on; and none without the first.
+
+    Returns the error's text.
+    """
+    group = ShardGroup.of_all(World.join(torch.device("cpu")))
+    torch.manual_seed(0)
+    model = Net()
+    torch.manual_seed(0)
+    reference = Net()
+    engine = lt_zero.shard(model, config_of(3, RELEASE), group=group)
+    with pytest.raises(ConfigError) as caught:
+        lt_zero.shard(Net(), config_of(3, **second), group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        next_token_loss(model, step, 0, dist.get_rank()).backward()
+        for rank in range(dist.get_world_size()):
+            (next_token_loss(reference, step, 0, rank) / dist.get_world_size()).backward()
+        optimizer.step()
+        plain.step()
+    for name, value in full_values(engine).items():
+        torch.testing.assert_close(value, reference.get_parameter(name).detach(), rtol=1e-5, atol=1e-6, msg=name)
+    lt_zero.shard(Net(), config_of(3, RELEASE), group=group)
+    own = ShardGroup(group.world, group.parts, group.divisor)
+    lt_zero.shard(Net(), config_of(3, **second), group=own)
+    del engine, model, optimizer
+    lt_zero.shard(Net(), config_of(3, **second), group=group)  # nobody uses it as it was
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("second", "told"),
+    only_rows(
+        [({"zero": PAIRS}, r"mics_shard_size \(4 until now, now 2\)")],
+        [
+            ({"zero": PAIRS}, r"mics_shard_size \(4 until now, now 2\)"),
+            ({"gradient_allreduce_op": "sum"}, r"gradient_allreduce_op"),
+            ({"prescale_gradients": True}, r"gradient_predivide_factor"),
+        ],
+    ),
+)
+def test_a_group_that_is_used_is_not_changed(pool: Pool, second: dict[str, Any], told: str) -> None:
+    for text in pool.run(4, _another_on_the_group, second):
+        assert re.search(told, text), text
+        assert "a group of its own" in text
 
 
 def _refused() -> list[str]:

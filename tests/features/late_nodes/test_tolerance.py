@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import time
@@ -248,6 +249,47 @@ def test_without_late_ranks_weights_are_the_same(
     for values in pool.run(ranks, _train, stage, 0.5, nodes, zero):
         for name, value in plain.items():
             torch.testing.assert_close(values[name], value, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def _two_engines(shares: tuple[float, float], micro: int) -> None:
+    """Two models over one group of ranks, of which one may go on without late ranks; each as in one process."""
+    group = ShardGroup.of_all(World.join(torch.device("cpu")))
+    size = dist.get_world_size()
+    pairs = []
+    for seed, share in enumerate(shares):
+        torch.manual_seed(seed)
+        model = Net()
+        reference = copy.deepcopy(model)
+        engine = lt_zero.shard(model, config_of(0, communication={"slow_node_tolerance": share}), group=group)
+        tolerance = tolerant_sum(group)
+        assert (tolerance is not None) == (share > 0)
+        if tolerance is not None:
+            tolerance._tolerated = 0  # nobody is late, whatever the machine does besides
+            tolerance._late.clear()
+        mine, other = (torch.optim.SGD(of.parameters(), lr=1e-1, momentum=0.9) for of in (model, reference))
+        lt_zero.ShardedOptimizer(engine, mine)
+        pairs.append((model, engine, mine, reference, other, tolerance))
+    for step in range(3):
+        for model, _, mine, reference, other, _ in pairs:
+            mine.zero_grad()
+            other.zero_grad()
+            for part in range(micro):
+                next_token_loss(model, step, part, dist.get_rank()).backward()
+                for rank in range(size):
+                    (next_token_loss(reference, step, part, rank) / size).backward()
+            mine.step()
+            other.step()
+    for _, engine, _, reference, _, tolerance in pairs:
+        if tolerance is not None:
+            assert set(tolerance._turns.values()) == {3 * micro}, "its gradients are summed by it alone"
+        for name, value in full_values(engine).items():
+            torch.testing.assert_close(value, reference.get_parameter(name).detach(), rtol=1e-5, atol=1e-6, msg=name)
+    group.world.end_run()
+
+
+@pytest.mark.parametrize(("shares", "micro"), [((0.0, 0.5), 1), ((0.5, 0.0), 2), ((0.5, 0.5), 1)])
+def test_two_engines_of_one_group_sum_apart(pool: Pool, shares: tuple[float, float], micro: int) -> None:
+    pool.run(2, _two_engines, shares, micro)
 
 
 def _owing(share: float, saved: Any) -> tuple[Any, dict[str, Tensor]]:

@@ -48,13 +48,13 @@ def packed(generator: Any) -> dict[str, Any]:
         return {"kind": "SeedSequence", "state": _of_seeds(generator)}
     state = {"kind": "numpy", "state": _plain(generator.bit_generator.state)}
     seeds = _seeds_of(generator)
-    return {**state, "seeds": _of_seeds(seeds)} if seeds is not None and seeds.n_children_spawned else state
+    return {**state, "seeds": _of_seeds(seeds)} if seeds is not None else state
 
 
 def unpack(generator: Any, saved: dict[str, Any]) -> Any:
     """Set a generator's state, and return it, or another one that has to take its place.
 
-    One of another class is left as it is. A sequence of other seeds, or that has spawned more, is replaced.
+    One of another class is left as it is. A generator that was saved with seeds, and has none here, is replaced.
     """
     kind = saved["kind"]
     state = saved["state"]
@@ -67,12 +67,14 @@ def unpack(generator: Any, saved: dict[str, Any]) -> Any:
     elif kind == "RandomState" and isinstance(generator, np.random.RandomState):
         generator.set_state(_arrays(state))
     elif kind == "SeedSequence" and isinstance(generator, np.random.SeedSequence):
-        return generator if _spawn_up_to(generator, state) else unpacked(saved)
+        _set_seeds(generator, state)
     elif kind == "numpy" and isinstance(generator, np.random.Generator):
         generator.bit_generator.state = _arrays(state)
         seeds = _seeds_of(generator)
-        if "seeds" in saved and (seeds is None or not _spawn_up_to(seeds, saved["seeds"])):
+        if "seeds" in saved and seeds is None:
             return unpacked(saved)
+        if "seeds" in saved:
+            _set_seeds(seeds, saved["seeds"])
     return generator
 
 
@@ -111,16 +113,9 @@ def check(saved: dict[str, Any]) -> None:
 
 def _seeds_of(generator: np.random.Generator) -> np.random.SeedSequence | None:
     """The sequence by which a generator spawns others; None if it has none, or one of another class."""
-    seeds = getattr(generator.bit_generator, "seed_seq", None)  # numpy has it since 1.25, as ``Generator.spawn``
+    bits = generator.bit_generator
+    seeds = getattr(bits, "seed_seq", getattr(bits, "_seed_seq", None))  # the private name: before numpy 1.25
     return seeds if type(seeds) is np.random.SeedSequence else None
-
-
-def _spawn_up_to(seeds: np.random.SeedSequence, saved: dict[str, Any]) -> bool:
-    """Let a sequence, which others may hold too, spawn as many seeds as were saved; returns whether it is that one."""
-    left = saved["spawned"] - seeds.n_children_spawned
-    if left > 0:
-        seeds.spawn(left)
-    return _of_seeds(seeds) == saved
 
 
 def _of_seeds(seeds: np.random.SeedSequence) -> dict[str, Any]:
@@ -134,15 +129,26 @@ def _of_seeds(seeds: np.random.SeedSequence) -> dict[str, Any]:
     }
 
 
-def _seed_sequence(saved: dict[str, Any]) -> np.random.SeedSequence:
-    """The inverse of ``_of_seeds``."""
+def _set_seeds(seeds: Any, saved: dict[str, Any]) -> None:
+    """Set what ``_of_seeds`` has returned.
+
+    numpy has no method for it. The sequence stays the same object, since others may hold it too.
+    """
     entropy = saved["entropy"]
-    return np.random.SeedSequence(
+    np.random.SeedSequence.__init__(
+        seeds,
         int(entropy) if isinstance(entropy, str) else [int(word) for word in entropy],
         spawn_key=tuple(int(word) for word in saved["spawn_key"]),
         pool_size=saved["pool_size"],
         n_children_spawned=saved["spawned"],
     )
+
+
+def _seed_sequence(saved: dict[str, Any]) -> np.random.SeedSequence:
+    """The inverse of ``_of_seeds``."""
+    seeds = np.random.SeedSequence(0)
+    _set_seeds(seeds, saved)
+    return seeds
 
 
 def _plain(state: Any) -> Any:
