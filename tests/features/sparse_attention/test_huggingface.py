@@ -179,6 +179,15 @@ def test_what_a_model_cannot_have() -> None:
         model(_tokens(), position_ids=packed, use_cache=False)
 
 
+def test_an_error_after_it_leaves_the_model_as_it_was() -> None:
+    model = _model()
+    before = dict(vars(model.config))
+    with pytest.raises(ConfigError, match="quantize"):  # nothing is frozen
+        lt_zero.initialize(model=model, config=_config(BLOCK, quantize=4))
+    assert vars(model.config) == before
+    assert "sparse_attention" not in before
+
+
 def test_a_model_without_attention_of_either_kind_is_refused() -> None:
     with pytest.raises(ConfigError, match="Linear has no lt_zero.attention.SparseSelfAttention and no"):
         lt_zero.initialize(model=nn.Linear(2, 2), config=_config(BLOCK))

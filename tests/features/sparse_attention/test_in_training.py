@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero.attention import SparseSelfAttention, pattern_of
 from lt_zero.features.sparse_attention.sparse import allowed_elements, dense
+from tests.support.features import skip_without
 from tests.support.matrix import only_rows
 from tests.support.pool import Pool
 
@@ -89,4 +90,17 @@ def _trains(stage: int, mode: str, precision: str, compiled: bool) -> None:
     ),
 )
 def test_weights_are_those_of_plain_torch(pool: Pool, stage: int, mode: str, precision: str, compiled: bool) -> None:
+    if mode != "none":
+        skip_without("activation_checkpointing")
     pool.run(2, _trains, stage, mode, precision, compiled)
+
+
+def test_an_error_after_it_leaves_the_model_as_it_was_and_a_detached_engine_leaves_the_pattern() -> None:
+    config: dict[str, Any] = {"sparse_attention": BLOCK, "zero_optimization": {"stage": 2}}
+    model = _model(SparseSelfAttention)
+    with pytest.raises(lt_zero.ConfigError, match="quantize"):  # nothing is frozen
+        lt_zero.shard(model, {**config, "quantize": 4})
+    assert [block.attend.pattern for block in model[:2]] == [None, None]  # type: ignore[index, union-attr]
+    lt_zero.shard(model, config).detach()
+    patterns = [block.attend.pattern for block in model[:2]]  # type: ignore[index, union-attr]
+    assert patterns == [pattern_of(lt_zero.ZeroConfig.of(config))] * 2, "with dense attention it would be another model"

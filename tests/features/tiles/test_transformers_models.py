@@ -16,6 +16,7 @@ from lt_zero import ConfigError
 from lt_zero.config.blocks import LongSequences
 from lt_zero.features.tiles.huggingface import DeferredLogits, install
 from lt_zero.parallel.plan import parallelize
+from tests.support.features import there
 from tests.support.plans import config, train
 from tests.support.pool import Pool
 
@@ -164,7 +165,7 @@ def _trains(stage: int, tied: bool) -> list[float]:
         "long_sequences": BLOCK.model_dump(),
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
-        "activation_checkpointing": {"mode": "full"},
+        "activation_checkpointing": {"mode": "full" if there("activation_checkpointing") else "none"},
     }
     model = made(tie_word_embeddings=tied)
     engine, *_ = lt_zero.initialize(model=model, config=config)
