@@ -712,9 +712,8 @@ def backward_id() -> int:
     return int(torch._C._current_graph_task_id())
 
 
-def retains_graph() -> bool:
-    """True if the backward that the calling thread executes retains its graph; True outside of one, too."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+# Returns True if the backward that the calling thread executes retains its graph; True outside of one, too.
+retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def compiled_frames() -> int:

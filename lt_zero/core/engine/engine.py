@@ -72,6 +72,7 @@ from lt_zero.common.compat import (
     in_running_backward,
     queue_backward_callback,
     refuse_reentrant_checkpoint,
+    retains_graph,
     running_transform,
 )
 from lt_zero.common.module_hooks import (
@@ -92,7 +93,7 @@ from lt_zero.core.engine.exchange import GradientExchange
 from lt_zero.core.engine.fp32_modules import find_fp32_modules
 from lt_zero.core.engine.gather import Call, Gatherer, Residency, Unit
 from lt_zero.core.engine.grad_reducer import GradReducer
-from lt_zero.core.engine.graph_tie import Tie, held_by_modules
+from lt_zero.core.engine.graph_tie import Tie, held_by_modules, still_there
 from lt_zero.core.engine.guard import shares_storage
 from lt_zero.core.engine.offload import Offload
 from lt_zero.core.engine.options import EngineOptions
@@ -231,7 +232,7 @@ class Engine(ProcessLocal):
         # Code may call any layer by itself, or use a weight (inside of ``gathered`` where it is sharded), and graphs of
         # torch.compile leave out hooks of modules. Then nothing that begins a backward comes before these gradients.
         parameters = dict.fromkeys(parameter for bucket in self.buckets for parameter in bucket.params)
-        handles = hook_parameters(parameters, partial(_arm_known, Tie(self, holds=False)))
+        handles = hook_parameters(parameters, partial(_arm_at_parameter, weakref.ref(self)))
         handles += held_by_modules(self, self.root)
         for unit in self.units:
             before, after = partial(self.pre_forward, unit), partial(self.post_forward, unit)
@@ -605,7 +606,7 @@ class Engine(ProcessLocal):
 
     def _note_tie(self, tie: Tie[Engine]) -> None:
         """Note that a backward runs the hooks of a tie. See graph_tie.py, Note [Graphs that are kept]."""
-        if tie.ends:
+        if not retains_graph():
             self._ties.append(tie)
 
     def _loosen_ties(self) -> None:
@@ -877,29 +878,37 @@ _leave_uncompiled: Any = torch.compiler.disable(Engine.leave_forward)
 # ---- hooks in graphs, see graph_tie.py, Note [Graphs that are kept]; ``grads``: of the node or parameter -------------
 
 
-def _arm_known(tie: Tie[Engine], grads: object) -> None:
+def _arm_at_parameter(known: weakref.ref[Engine], grads: object) -> None:
     """Begin a backward at the gradient of a parameter."""
-    tie.get()._arm()
+    engine = still_there(known)
+    if not engine.in_backward:
+        engine._arm()
 
 
 def _arm_at_output(tie: Tie[Engine], grads: object) -> None:
     """Begin a backward at an output of the model."""
-    engine = tie.get()
-    engine._note_tie(tie)
+    if (engine := tie.held) is not None:
+        engine._note_tie(tie)
+    else:
+        engine = tie.get()
     engine._arm()
 
 
 def _begin_call(tie: Tie[Engine], unit: weakref.ref[Unit], call: Call, grads: object) -> None:
     """Begin the backward of a call at one of its outputs."""
-    engine = tie.get()
-    engine._note_tie(tie)
+    if (engine := tie.held) is not None:
+        engine._note_tie(tie)
+    else:
+        engine = tie.get()
     engine._pre_backward(cast(Unit, unit()), call)
 
 
 def _end_of_call(tie: Tie[Engine], unit: weakref.ref[Unit], call: Call, grads: object) -> None:
     """End the backward of a call at the gradients of its inputs."""
-    engine = tie.get()
-    engine._note_tie(tie)
+    if (engine := tie.held) is None:
+        engine = tie.get()
+    elif not call.held:  # otherwise the tie is noted
+        engine._note_tie(tie)
     engine.unit_done(cast(Unit, unit()), call, grads)
 
 

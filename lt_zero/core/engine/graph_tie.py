@@ -21,7 +21,6 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from lt_zero.common.compat import retains_graph
 from lt_zero.common.module_hooks import Hook, hookable_modules, no_hook, own_parameters
 
 T = TypeVar("T")
@@ -30,38 +29,37 @@ T = TypeVar("T")
 class Tie(Generic[T]):
     """A reference to an engine. See Note [Graphs that are kept].
 
-    Args:
-        engine: what it refers to.
-        holds: until ``loosen``; otherwise it only knows the engine.
+    Attributes:
+        held: the engine, until ``loosen``.
     """
 
-    __slots__ = ("_held", "_known")
+    __slots__ = ("_known", "held")
 
-    def __init__(self, engine: T, holds: bool = True) -> None:
-        self._held: T | None = engine if holds else None
+    def __init__(self, engine: T) -> None:
+        self.held: T | None = engine
         self._known = weakref.ref(engine)
 
     def get(self) -> T:
-        """The engine.
-
-        Raises:
-            RuntimeError: it is gone.
-        """
-        if (engine := self._known()) is None:
-            raise RuntimeError(
-                "A backward has reached parameters of a sharded model that is gone, so nothing would reduce their "
-                "gradients over the ranks. Keep the model, or what `lt_zero.shard` returned, until it is over."
-            )
-        return engine
-
-    @property
-    def ends(self) -> bool:
-        """True if the engine is held, and the running backward is the last one of the graph."""
-        return self._held is not None and not retains_graph()
+        """The engine. Errors are those of ``still_there``."""
+        return still_there(self._known)
 
     def loosen(self) -> None:
         """Hold the engine no longer."""
-        self._held = None
+        self.held = None
+
+
+def still_there(known: weakref.ref[T]) -> T:
+    """What a weak reference to an engine refers to.
+
+    Raises:
+        RuntimeError: it is gone.
+    """
+    if (engine := known()) is None:
+        raise RuntimeError(
+            "A backward has reached parameters of a sharded model that is gone, so nothing would reduce their "
+            "gradients over the ranks. Keep the model, or what `lt_zero.shard` returned, until it is over."
+        )
+    return engine
 
 
 def held_by_modules(engine: object, root: nn.Module) -> list[Any]:
