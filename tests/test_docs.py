@@ -30,6 +30,7 @@ import lt_zero.attention
 import lt_zero.conf
 from lt_zero.cli import app
 from lt_zero.config import ZeroConfig
+from lt_zero.core.feature import Feature
 from tests.support import published
 from tests.support.docs_tools import BLOCKS, PAGES, ROOT, Block, SmallTrainer, execute, execute_in, run_text
 from tests.support.paths import PACKAGE
@@ -307,6 +308,12 @@ def test_the_architecture_names_every_package() -> None:
     for folder in ("core", "features", "tools", "training"):
         packages |= {f"{folder}/{path.parent.name}" for path in PACKAGE.glob(f"{folder}/*/__init__.py")}
     assert set(re.findall(r"`([\w/]+)/`", table)) - {"csrc"} == packages
+
+
+def test_the_page_of_features_has_every_hook() -> None:
+    hooks = TEXTS[ROOT / "docs/internals/features.md"].split("## The hooks\n")[1].split("\n## ")[0]
+    found = re.findall(r"^### `(\w+)`$", hooks, re.MULTILINE)
+    assert sorted(found) == sorted(name for name in vars(Feature) if not name.startswith("_"))
 
 
 def test_every_page_is_in_the_navigation() -> None:
