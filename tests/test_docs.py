@@ -29,6 +29,7 @@ import lt_zero
 import lt_zero.conf
 from lt_zero.cli import app
 from lt_zero.config import ZeroConfig
+from lt_zero.core.feature import Feature
 from tests.support import published
 from tests.support.docs_tools import (
     BLOCKS,
@@ -330,6 +331,12 @@ def test_the_architecture_names_every_package() -> None:
     gone = {f"{folder}/{name}" for folder, name in (each.split("/") for each in named if "/" in each)}
     gone = {each for each in gone if each.startswith(("features/", "tools/")) and not there(each.split("/")[1])}
     assert named - gone == packages
+
+
+def test_the_page_of_features_has_every_hook() -> None:
+    hooks = TEXTS[ROOT / "docs/internals/features.md"].split("## The hooks\n")[1].split("\n## ")[0]
+    found = re.findall(r"^### `(\w+)`$", hooks, re.MULTILINE)
+    assert sorted(found) == sorted(name for name in vars(Feature) if not name.startswith("_"))
 
 
 def test_every_page_is_in_the_navigation() -> None:
