@@ -7,7 +7,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-3d test test-slow golden conformance faults same-as lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
-	bench-parallel bench-sequence bench-nodes bench-scale bench-experts gpu compat compat-peers compat-programs docs release clean
+	bench-parallel bench-sequence bench-nodes bench-scale bench-experts gpu compat compat-peers compat-data compat-programs docs release clean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -154,6 +154,18 @@ compat-peers: ## Run the slow tests of libraries that drive DeepSpeed (transform
 	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt -e ".[dev]" -r constraints-peers.txt
 	$(PEERS)/bin/python -m pytest -m slow --timeout 1200 tests/deepspeed tests/regressions/test_torchao.py tests/test_ray.py \
 		tests/core/engine/test_compiled_transformers.py
+
+DATA ?= build/data
+
+# litdata installs torchvision, which its loaders do not need, and which Lightning imports where it is there: that of PyPI
+# fails beside a torch for CPUs only.
+compat-data: ## Run the slow tests of data that resumes with torchdata, litdata, datasets and webdataset, pinned
+	$(PYTHON) -m venv $(DATA)
+	grep -v '^python-dateutil' constraints.txt > $(DATA)/constraints.txt
+	$(DATA)/bin/python -m pip install --quiet -c $(DATA)/constraints.txt -e ".[dev]" -r constraints-data.txt
+	$(DATA)/bin/python -m pip uninstall --quiet --yes torchvision
+	$(DATA)/bin/python -m pytest -m slow --timeout 1200 -k "torchdata or litdata or datasets or webdataset" \
+		tests/training/lightning/test_resumed_data.py
 
 PROGRAMS ?= build/programs
 

@@ -8,7 +8,7 @@ import itertools
 import random
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from lt_zero.training.lightning.data_position.position import DataPosition, tracked
 from tests.support.matrix import cover, only, only_rows
@@ -52,6 +52,35 @@ class Steps(Model):
     def configure_optimizers(self) -> Any:
         assert self.trainer.estimated_stepping_batches > 0
         return super().configure_optimizers()
+
+
+class PassesBy(BatchSampler):
+    """Passes by as many batches as Lightning has counted: Lightning alone begins the pass anew."""
+
+    trainer: Any = None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number, batch in enumerate(super().__iter__()):
+            if number >= self.trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+                yield batch
+
+
+class PassesByAtOnce(PassesBy):
+    """Looks at the counter when it is opened."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = list(BatchSampler.__iter__(self))
+        return iter(batches[self.trainer.fit_loop.epoch_loop.batch_progress.current.ready :])
+
+
+class GoesOnByItself(Model):
+    """Gives its Trainer to the batch sampler, for which ``loaders`` is a class."""
+
+    def train_dataloader(self) -> Any:
+        data = Noisy()
+        sampler = self.loaders(RandomSampler(data, generator=seeded()), 4, False)  # type: ignore[call-arg]
+        sampler.trainer = self.trainer
+        return DataLoader(data, batch_sampler=sampler)
 
 
 def test_saving_changes_nothing(tmp_path: Path) -> None:
@@ -88,6 +117,12 @@ def test_after_a_batch(case: str, place: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("case", "where"), cover(["shuffled", "dict", "iterable", "stateful"], ["epoch", "end"]))
 def test_at_the_end_of_an_epoch(case: str, where: str, tmp_path: Path) -> None:
     compare(lambda: Model(CASES[case]), tmp_path, where)
+
+
+@pytest.mark.parametrize("kind", [PassesBy, PassesByAtOnce])
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=["batches", "windows"])
+def test_samplers_that_pass_by_what_was_counted(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    compare(lambda: GoesOnByItself(kind), tmp_path, stops=[3, 6, 11], **options)
 
 
 @pytest.mark.parametrize("workers", only([{}], [{}, {"persistent_workers": True}]), ids=["workers", "persistent"])

@@ -29,7 +29,8 @@ Note [Repeating a pass]
     between batches (``torch.randperm``, beside a model with dropout on the CPU), or on a generator that was not found,
     cannot be repeated. The last batch that is read again shows it: a warning says that it is another one than before.
     Private state of samplers and data is restored twice: to repeat the pass as it was when the pass began, and then as
-    it was before the batch to go on from (see own_state.py).
+    it was before the batch to go on from (see own_state.py). Meanwhile Lightning's counter of batches counts those of
+    the pass: samplers that resume by themselves pass by as many batches as it says, and must not do so here.
 
 Note [Loaders that resume by themselves]
     Loaders with ``state_dict`` and ``load_state_dict`` (torchdata's, for example) are asked for their state before each
@@ -89,6 +90,7 @@ from lt_zero.training.lightning.data_position.witness import Witness
 
 POSITION = "lt_zero_progress"
 _VERSION = 2
+_COUNTED = ("ready", "started", "processed", "completed")  # of Lightning's counters of batches
 _EMPTY = 10  # epochs on end without a batch that end a run which only steps would end
 Make = Callable[[], Iterator[Any]]
 
@@ -102,7 +104,7 @@ class DataPosition:
 
     def _reset(self, trainer: pl.Trainer | None) -> None:
         self._trainer = trainer
-        self._feed = Feed(self._before_batch, self._after_batch, self._after_epoch)
+        self._feed = Feed(self._before_batch, self._after_batch, self._after_epoch, self._count_repeated)
         self._started = False  # whether on_train_start was called
         self._before_validation: RandomStates | None = None  # of training, during validation
         self._loaded: dict[str, Any] | None = None  # until training starts
@@ -399,7 +401,7 @@ class DataPosition:
         shift = -(-state["consumed"] * saved_unit // unit) - state["consumed"]
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         for tracker in (progress.total, progress.current):
-            for name in ("ready", "started", "processed", "completed"):
+            for name in _COUNTED:
                 setattr(tracker, name, max(0, getattr(tracker, name) + shift))
 
     def _restore_pending(self) -> None:
@@ -408,11 +410,21 @@ class DataPosition:
         assert self._trainer is not None
         places, self._pending = self._pending, None
         before = RandomStates.now()
+        counter = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        counted = counter.state_dict()
         for position, place in zip(self._feed.positions, places, strict=False):
             if place.fetched and not self._new_epoch and self._trainer.is_global_zero:
                 position.tell_other_shares(place)
             position.resume(place, self._new_epoch)
+        counter.load_state_dict(counted)
         before.apply()
+
+    def _count_repeated(self, batches: int) -> None:
+        """Let Lightning's counter say what it said when the pass that is read again was read first."""
+        assert self._trainer is not None
+        counter: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        for name in _COUNTED:
+            setattr(counter, name, batches)
 
 
 def _seed() -> int | None:
@@ -942,6 +954,8 @@ class LoaderPosition:
     def _skip(self, count: int, witness: Witness | None) -> tuple[Iterator[Any], bool]:
         """A pass after its first ``count`` batches, and whether the last of these is the one that was seen before."""
         assert self.make is not None
+        earlier = max(0, self.served - count)  # batches of earlier passes in this epoch
+        self._feed.repeating(earlier)
         if self.skips_indices:
             loader = copy.copy(self.loader)
             name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
@@ -954,6 +968,7 @@ class LoaderPosition:
             batches = items = self._opened()
         item: Any = None
         for number in range(1, count + 1):
+            self._feed.repeating(earlier + number - 1)
             if number == count and witness is not None:
                 witness.states.apply()
             item = next(items, self)
@@ -980,11 +995,16 @@ class Feed:
     """The training loaders of a run, in Lightning's order.
 
     ``before`` is called before each combined batch of all loaders, ``after`` after each batch of one loader, and
-    ``at_end`` at the end of one.
+    ``at_end`` at the end of one. ``repeating`` is called before each batch that is read again, with the number of
+    batches of the epoch before it.
     """
 
     def __init__(
-        self, before: Callable[[], object], after: Callable[[], object], at_end: Callable[[], object] = lambda: None
+        self,
+        before: Callable[[], object],
+        after: Callable[[], object],
+        at_end: Callable[[], object] = lambda: None,
+        repeating: Callable[[int], object] = lambda batches: None,
     ) -> None:
         self.positions: list[LoaderPosition] = []
         self.untracked: list[str] = []  # names of loaders that cannot be tracked
@@ -994,6 +1014,7 @@ class Feed:
         self._before = before
         self._after = after
         self._at_end = at_end
+        self.repeating = repeating
         self._read = False  # whether the current loaders were read
         self._last = ("", -1)  # the last event, and the ID of its loader
 
