@@ -39,6 +39,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -51,9 +52,22 @@ Clock = dict[str, int]  # how many works of each stream, and of the host, someth
 
 _COPIES = ("copy_", "_to_copy", "clone")
 _ALLOCATES = ("empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like")
+_FACTORIES = {
+    torch.tensor,
+    torch.zeros,
+    torch.ones,
+    torch.empty,
+    torch.full,
+    torch.arange,
+    torch.eye,
+    torch.linspace,
+}
 _VIEWS = ("detach", "lift_fresh", "alias")
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)  # tensors without memory of their own
-_READS_BACK = ("_local_scalar_dense", "equal", "item", "is_nonzero")  # the host waits for their result
+# The host waits for their result, or for its shape.
+_READS_BACK = ("_local_scalar_dense", "equal", "item", "is_nonzero", "nonzero", "masked_select", "bincount")
+_READS_BACK += ("unique_consecutive", "_unique2", "unique_dim")
+_INDEX = ("index", "index_put", "index_put_")  # so they do by masks
 
 
 @dataclass(frozen=True)
@@ -85,6 +99,7 @@ class Order:
         self.clocks: dict[str, Clock] = {HOST: {}, DEFAULT: {}}
         self.hosts = {HOST}  # names of clocks of the host's threads
         self.hazards: list[str] = []
+        self.waits: list[str] = []  # of the host for the device: operators and lines; not those for an event
         self.works = 0
         self._numbers: dict[str, int] = {}
         self._memory: dict[int, _Memory] = {}
@@ -148,6 +163,11 @@ class Order:
         with self.lock:
             host = self.host
             return {**self.clocks[stream], host: max(self.clocks[host].get(host, 0), self.clocks[stream].get(host, 0))}
+
+    def read_back(self, stream: str, what: str) -> None:
+        """Note that the host waits for all work of ``stream``, as it needs the result of ``what``."""
+        self.waits.append(f"{what} {_where()}")
+        self.wait(self.host, self.snapshot(stream))
 
     def wait(self, stream: str, event: Clock) -> None:
         """Make later work of ``stream`` come after ``event``."""
@@ -216,6 +236,7 @@ class Order:
         """Note that the current stream has allocated the memory of ``storage``."""
         with self.lock:
             self._memory[storage.data_ptr()] = _Memory(self.current)
+            self._host.pop(storage.data_ptr(), None)  # of a tensor that torch has kept alive without its storage object
             weakref.finalize(storage, self.freed, storage.data_ptr()).atexit = False
 
     def record(self, tensor: Tensor, stream: str) -> None:
@@ -294,10 +315,14 @@ class Recorder(TorchDispatchMode):
         made = [tensor for tensor in _tensors(out) if id(tensor) not in known]
         # Without ``non_blocking`` the host waits for a copy between host and device.
         waits = name == "copy_" and not (kwargs.get("non_blocking", False) or (len(args) > 2 and args[2]))
-        self._note(name, reads, written, made, waits)
+        masks = name in _INDEX and any(index is not None and index.dtype == torch.bool for index in args[1])
+        repeats = name == "repeat_interleave" and kwargs.get("output_size") is None
+        self._note(name, reads, written, made, waits, name in _READS_BACK or masks or repeats)
         return out
 
-    def _note(self, name: str, reads: list[Tensor], written: list[Tensor], made: list[Tensor], blocks: bool) -> None:
+    def _note(
+        self, name: str, reads: list[Tensor], written: list[Tensor], made: list[Tensor], blocks: bool, reads_back: bool
+    ) -> None:
         order = self._order
         with order.lock:
             stream = self._stream_of(name, [*reads, *written])
@@ -315,15 +340,15 @@ class Recorder(TorchDispatchMode):
                     order.access(tensor, False, stream, number, name)
             for tensor in (*written, *made):
                 order.access(tensor, True, stream, number, name, blank=not reads)
-            if not by_host and (name in _READS_BACK or (blocks and any(map(order.is_host, (*reads, *written))))):
-                order.wait(order.host, order.snapshot(stream))
+            if not by_host and (reads_back or (blocks and any(map(order.is_host, (*reads, *written))))):
+                order.read_back(stream, name)
 
     def _pass(self, numbers: list[Tensor], stream: str, name: str) -> None:
         """Note numbers (0D) on their way between host and device, which ``to`` would move."""
         order = self._order
         host = order.host
         if numbers and stream == host:
-            order.wait(host, order.snapshot(order.current))
+            order.read_back(order.current, name)
         for tensor in numbers if stream != host else ():
             # The host passes its value with the launch.
             order.access(tensor, False, host, order.launch(host), name)
@@ -334,6 +359,31 @@ class Recorder(TorchDispatchMode):
         large = [host for host, tensor in zip(hosts, operands, strict=True) if tensor.dim() > 0]
         own = all(hosts) if name in _COPIES else any(large) or all(hosts)
         return self._order.host if hosts and own else self._order.current
+
+
+class Places(TorchFunctionMode):
+    """Takes what a factory makes without a device, or on "cpu", for host memory; counts waits that no operator shows.
+
+    The simulated device is ``torch.device("cpu")``.
+    A list that becomes a tensor of the device, and ``tolist``, are copies through memory for which the host waits.
+    """
+
+    def __init__(self, order: Order) -> None:
+        super().__init__()
+        self._order = order
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        order = self._order
+        kwargs = kwargs or {}
+        if func is Tensor.tolist and not order.is_host(args[0]):
+            order.read_back(order.current, "tolist")
+        made = func(*args, **kwargs)
+        if func in _FACTORIES and isinstance(made, Tensor):
+            if kwargs.get("device") in (None, "cpu"):
+                order.on_host(made)
+            elif func is torch.tensor:
+                order.read_back(order.current, "tensor")
+        return made
 
 
 def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:

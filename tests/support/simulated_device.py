@@ -63,6 +63,7 @@ def _answers(order: Order) -> dict[str, Any]:
         "record": lambda tensor, stream: order.record(tensor, stream.name),
         "synchronize": synchronize,
         "in_use": lambda: False,
+        "send": lambda tensor, device: torch.empty_like(order.on_host(tensor)).copy_(tensor, non_blocking=True),
         "register": register,
         "unregister": lambda address: None,
         "_pinned": lambda tensor: order.on_host(tensor.clone()),

@@ -41,7 +41,7 @@ from lt_zero.parallel.mesh import mesh_of
 from lt_zero.training import checkpoints
 from lt_zero.training.checkpoints import Saver, Saving
 from tests.support.features import there
-from tests.support.happens_before import HOST, Clock, Order
+from tests.support.happens_before import HOST, Clock, Order, Places
 from tests.support.simulated import LateGroup
 from tests.support.simulated_device import machine
 from tests.support.simulated_nccl import streams
@@ -66,6 +66,8 @@ class Run:
         nodes: to which the ranks belong, as if they were apart.
         accumulates: the first micro-batch of a step is inside of ``no_sync``.
         steps: optimizer steps of two micro-batches each.
+        optimizer: makes it of parameters and ``lr``.
+        kernels: there are native kernels; what they read and write is not seen.
     """
 
     stage: int
@@ -80,6 +82,8 @@ class Run:
     nodes: int = 1
     accumulates: bool = False
     steps: int = 4
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    kernels: bool = False
 
 
 class Feed(nn.Module):
@@ -199,7 +203,7 @@ def _train(run: Run, config: ZeroConfig, group: ShardGroup | None, order: Order,
     torch.manual_seed(0)
     model = Model(*(Feed(32) for _ in range(4)))
     engine = lt_zero.shard(model, config, CPU, **_groups(run, config, group, model))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = run.optimizer(model.parameters(), lr=1e-3)
     owner = lt_zero.ShardedOptimizer(engine, optimizer)
     average = _average(engine) if run.averages else None
 
@@ -254,7 +258,7 @@ def _run_backward(run: Run, model: Model, owner: lt_zero.ShardedOptimizer, step:
         # Every other step begins while the last backward runs, where steps may overlap with it.
         beside = owner.overlap.beside_backward() if micro and step % 2 == 0 else nullcontext()
         with beside, owner.engine.no_sync() if run.accumulates and not micro else nullcontext():
-            x = torch.randn(8, 32).to(torch.bfloat16 if "bf16" in run.precision else torch.float32)
+            x = torch.randn(8, 32, device=CPU).to(torch.bfloat16 if "bf16" in run.precision else torch.float32)
             model(x).float().square().mean().backward()
     return x
 
@@ -271,11 +275,11 @@ def _references() -> Iterator[None]:
         yield
 
 
-def hazards(run: Run, folder: Path | None = None) -> list[str]:
-    """The hazards of ``run``, each once. Collective if there are several ranks: their collectives run in streams."""
+@contextmanager
+def _machine_of(run: Run, folder: Path | None) -> Iterator[tuple[Order, ZeroConfig, ShardGroup | None]]:
+    """The order of a machine on which ``run`` may be carried out, its configuration, and its ranks. Collective."""
     config = config_of(run, folder)
     with ExitStack() as stack:
-        stack.enter_context(_references())
         order = stack.enter_context(machine())
         group: ShardGroup | None = None
         if run.peer:
@@ -285,6 +289,12 @@ def hazards(run: Run, folder: Path | None = None) -> list[str]:
             world.nodes = [part.tolist() for part in torch.arange(world.size).chunk(run.nodes)]
             group = ShardGroup.of_all(world)
             configure_group(group, group_options(config), features_of(config))
+        yield order, config, group
+
+
+def hazards(run: Run, folder: Path | None = None) -> list[str]:
+    """The hazards of ``run``, each once. Collective if there are several ranks: their collectives run in streams."""
+    with _references(), _machine_of(run, folder) as (order, config, group):
         _train(run, config, group, order, folder)
     assert order.works > 500, "the device has done nothing"
     assert len(order.clocks) > 2 or run.stage == 0, "nothing ran beside the computation"
@@ -388,3 +398,34 @@ def planted(bug: Bug) -> Iterator[None]:
         for place in owners:
             stack.enter_context(mock.patch.object(place, name, made[name]))
         yield
+
+
+def waits(run: Run, folder: Path | None = None) -> list[str]:
+    """The waits of the host for the device in one step of ``run``, after three others. Collective, as ``hazards``."""
+    read = torch.frombuffer  # which tells no mode
+
+    def of_host(buffer: Any, **how: Any) -> Tensor:
+        made = read(buffer, **how)
+        return order.on_host(made) if isinstance(buffer, bytearray) else made
+
+    kernels = nullcontext() if run.kernels else _references()
+    with kernels, _machine_of(run, folder) as (order, config, group):
+        torch.manual_seed(0)
+        model = Model(*(Feed(32) for _ in range(4)))
+        engine = lt_zero.shard(model, config, CPU, **_groups(run, config, group, model))
+        optimizer = run.optimizer(model.parameters(), lr=1e-3)
+        owner = lt_zero.ShardedOptimizer(engine, optimizer)
+        # The model, and what is made of it, is on the device.
+        with (
+            Places(order),
+            mock.patch.object(torch, "frombuffer", of_host),
+        ):
+            for _ in range(4):
+                order.waits.clear()
+                _run_backward(run, model, owner, 1)
+                owner.grads.clip_norm(0.5)
+                optimizer.step()
+        found = list(order.waits)
+        engine.finish_steps()
+        engine.offload_manager.close()
+    return found

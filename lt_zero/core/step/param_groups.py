@@ -30,6 +30,8 @@ from lt_zero.core.engine.same_on_ranks import Snapshot, compare, digest_of
 
 _MEMBERS = ("params", "param_names")
 _PLAIN = frozenset((float, bool, str, type(None)))
+# States of torch's optimizers that are one number of a parameter (mu_product: of NAdam); they stay in fp32.
+_NUMBERS = ("step", "mu_product")
 
 # ---- fragments -------------------------------------------------------------------------------------------------------
 
@@ -195,23 +197,26 @@ class ShardedParamGroups:
                         state[key] = bucket.moments.kept(cut, key)
 
 
-def widen_moments(state: dict[str, Any], numel: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Replace the moments of a fragment of ``numel`` elements by copies in ``dtype``; returns what was replaced."""
+def widen_moments(state: dict[str, Any], fragment: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Replace the moments of a fragment by copies in ``dtype``; returns what was replaced."""
     form = PlainMoments(dtype)
-    kept = {key: value for key, value in state.items() if _is_moment(value, numel) and not form.keeps(value)}
+    kept = {key: value for key, value in state.items() if _is_moment(key, value, fragment) and not form.keeps(value)}
     state.update({key: form.kept(value, key) for key, value in kept.items()})
     return kept
 
 
-def keep_moments(state: dict[str, Any], numel: int, form: MomentForm, kept: Mapping[str, Tensor]) -> None:
+def keep_moments(state: dict[str, Any], fragment: Tensor, form: MomentForm, kept: Mapping[str, Tensor]) -> None:
     """Bring a fragment's moments into ``form``, in the tensors that ``widen_moments`` has replaced."""
     for key, value in state.items():
-        if _is_moment(value, numel) and not form.keeps(value):
+        if _is_moment(key, value, fragment) and not form.keeps(value):
             state[key] = kept[key].copy_(value) if key in kept else form.kept(value, key)
 
 
-def _is_moment(value: Any, numel: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == numel and value.is_floating_point()
+def _is_moment(key: str, value: Any, fragment: Tensor) -> bool:
+    """True if a state has a value for each element of ``fragment``: names tell 0D parameters' moments from numbers."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() != fragment.numel():
+        return False
+    return value.dim() > 0 or (fragment.dim() == 0 and key not in _NUMBERS)
 
 
 def _are_same(groups: Sequence[Sequence[Parameter]], others: Sequence[Sequence[Parameter]]) -> bool:

@@ -393,8 +393,8 @@ class ShardedOptimizer(ProcessLocal):
             grad = grad_of(bucket, member)
             member.fragment.grad = grad.to(bucket.step_dtype) if grad is not None else None
         states = [self.optimizer.state.get(member.fragment, {}) for member in members]
-        numels = [member.piece.numel for member in members]
-        kept = [widen_moments(state, numel, bucket.step_dtype) for state, numel in zip(states, numels, strict=True)]
+        pairs = zip(states, members, strict=True)
+        kept = [widen_moments(state, member.fragment, bucket.step_dtype) for state, member in pairs]
         for group in groups:
             group["params"] = [p for p in group["params"] if id(p) in mine]
         self._staging = True
@@ -418,7 +418,7 @@ class ShardedOptimizer(ProcessLocal):
             self._staging = False
             for member, before in zip(members, kept, strict=True):
                 if (state := self.optimizer.state.get(member.fragment)) is not None:
-                    keep_moments(state, member.piece.numel, bucket.moments, before)
+                    keep_moments(state, member.fragment, bucket.moments, before)
             for member, row in zip(members, rows, strict=True):
                 member.fragment.grad = None
                 member.fragment.data = row

@@ -110,6 +110,64 @@ def test_on_several_ranks(pool: Pool, kind: str, stage: int) -> None:
     pool.run(3 if stage == 3 else 2, _ranks, kind, stage)
 
 
+class Scaled(nn.Module):
+    """A layer times a number that is trained, a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(7, 5)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = self.layer(x) * self.scale
+        return scaled
+
+
+def _of_a_number(make: Any, fused: bool, stage: int) -> dict[str, Any]:
+    """The weights and states of a model with a 0D parameter after some steps."""
+    torch.manual_seed(0)
+    model = Scaled()
+    engine = lt_zero.shard(model, config_of(stage, **BF16, fused_step=fused))
+    optimizer = make(model.parameters())
+    sharded = lt_zero.ShardedOptimizer(engine, optimizer)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x = torch.randn(3, 7, generator=torch.Generator().manual_seed(step))
+        model(x).square().sum().backward()
+        optimizer.step()
+    if make is not torch.optim.NAdam:
+        assert (sharded.fused is not None) == fused
+    numbers = {f"state {key}": value.clone() for key, value in optimizer.state[model.scale].items()}
+    return full_values(engine) | numbers
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("make", "keys"),
+    [
+        (partial(torch.optim.AdamW, lr=1e-2), ["exp_avg", "exp_avg_sq"]),
+        (partial(torch.optim.SGD, lr=1e-2, momentum=0.9), ["momentum_buffer"]),
+        (partial(torch.optim.Adagrad, lr=1e-2), ["sum"]),
+    ],
+    ids=["adamw", "sgd", "adagrad"],
+)
+def test_moments_of_a_number_are_narrow_with_and_without_a_kernel(make: Any, keys: list[str], stage: int) -> None:
+    by_kernel, staged = (_of_a_number(make, fused, stage) for fused in (True, False))
+    for found in (by_kernel, staged):
+        assert {key: found[f"state {key}"].dtype for key in keys} == dict.fromkeys(keys, torch.bfloat16)
+    assert by_kernel.keys() == staged.keys()
+    for name, value in by_kernel.items():
+        assert value.dtype == staged[name].dtype, name
+        torch.testing.assert_close(staged[name], value, rtol=1e-5, atol=2e-6, msg=name)
+
+
+def test_numbers_that_are_no_moments_stay_wide() -> None:
+    found = _of_a_number(torch.optim.NAdam, True, 1)
+    wide = {key for key, value in found.items() if key.startswith("state") and value.dtype == torch.float32}
+    assert wide == {"state step", "state mu_product"}
+    assert found["state exp_avg"].dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("precision", only(["bf16"], ["bf16", "fp16"]))
 def test_low_master_weights_step_in_fp32(precision: str) -> None:
     """With 16-bit masters ``bf16_optimizer_states`` steps in bf16, ``optimizer_states`` in fp32."""
