@@ -16,7 +16,8 @@ from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.rank_state import FEATURES
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.guard import owner_of
-from lt_zero.core.feature import Entry, Feature, states_of
+from lt_zero.core.feature import Entry, Feature
+from lt_zero.core.followers import states_of
 from tests.conformance.faces import FACES, GAS, Face, Settings, run
 from tests.outside import noise, sums
 from tests.support.matrix import only_rows

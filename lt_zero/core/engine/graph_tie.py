@@ -49,7 +49,7 @@ class Tie(Generic[T]):
 
 
 def still_there(known: weakref.ref[T]) -> T:
-    """What a weak reference to an engine refers to.
+    """The object that a weak reference to an engine refers to.
 
     Raises:
         RuntimeError: it is gone.
