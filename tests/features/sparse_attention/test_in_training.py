@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero.attention import SparseSelfAttention, pattern_of
 from lt_zero.features.sparse_attention.sparse import allowed_elements, dense
+from tests.support.features import skip_without
 from tests.support.matrix import only_rows
 from tests.support.pool import Pool
 
@@ -89,4 +90,5 @@ def _trains(stage: int, mode: str, precision: str, compiled: bool) -> None:
     ),
 )
 def test_weights_are_those_of_plain_torch(pool: Pool, stage: int, mode: str, precision: str, compiled: bool) -> None:
+    skip_without("activation_checkpointing" if mode != "none" else "")
     pool.run(2, _trains, stage, mode, precision, compiled)
