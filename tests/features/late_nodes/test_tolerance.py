@@ -28,6 +28,7 @@ from lt_zero.core.engine.engine import Engine
 from lt_zero.features import features_of
 from lt_zero.features.late_nodes.late_ranks import tolerant_sum
 from lt_zero.features.late_nodes.tolerance import TolerantSum, tolerance_of
+from tests.support.features import skip_without
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of, full_values
@@ -432,6 +433,7 @@ def test_members_are_nodes_or_ranks() -> None:
     ],
 )
 def test_other_sums_are_refused(more: dict[str, Any]) -> None:
+    skip_without(more)
     with pytest.raises(ConfigError, match=r"slow_node_tolerance=0.5 lets .* asks for other sums"):
         ZeroConfig.of({"communication": {"slow_node_tolerance": 0.5}, "zero_optimization": {"stage": 0}, **more})
 

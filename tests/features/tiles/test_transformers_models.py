@@ -16,7 +16,7 @@ from lt_zero import ConfigError
 from lt_zero.config.blocks import LongSequences
 from lt_zero.features.tiles.huggingface import DeferredLogits, install
 from lt_zero.parallel.plan import parallelize
-from tests.support.features import there
+from tests.support.features import needs, there
 from tests.support.plans import config, train
 from tests.support.pool import Pool
 
@@ -179,6 +179,7 @@ def _trains(stage: int, tied: bool) -> list[float]:
     return losses
 
 
+@needs("activation_checkpointing")
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2))])
 @pytest.mark.parametrize("tied", [True, False])
 def test_stages_train_alike(pool: Pool, stage: int, tied: bool) -> None:
