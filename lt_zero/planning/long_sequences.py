@@ -48,9 +48,9 @@ class Remedies(NamedTuple):
     @property
     def installed(self) -> bool:
         """True if the features that they need are installed."""
-        keys = ["activation_checkpointing.mode"] * self.recompute
-        keys += ["long_sequences"] * (self.tiled_loss or self.tiled_mlp)
-        return all(map(is_installed, keys))
+        needed = ["activation_checkpointing"] * self.recompute
+        needed += ["tiles"] * (self.tiled_loss or self.tiled_mlp)
+        return all(map(is_installed, needed))
 
     def of(self, config: ZeroConfig) -> ZeroConfig:
         """``config`` with these."""
