@@ -20,6 +20,7 @@ from lt_zero.common.variables import switched
 from lt_zero.config.auto import FROM_MODEL
 from lt_zero.config.document import HIDDEN, MISSING, Document, leaves
 from lt_zero.config.load import ConfigWarning, Given, ZeroConfig, examine, plain, resolved, shown
+from lt_zero.core.feature import registered
 
 log = logging.getLogger("lt_zero")
 
@@ -182,18 +183,27 @@ def _variables() -> dict[str, str]:
     return {"LT_ZERO_MEMORY_CHECK": checks, **folders}
 
 
+def _features(config: ZeroConfig) -> dict[str, str]:
+    """The features of other packages, whose hooks may be collective, with their places in the order of calls."""
+    return {
+        f"register({entry.name!r})": f"number {number}, {'asked for' if entry.is_asked(config) else 'off'}"
+        for number, entry in enumerate(registered(), 1)
+    }
+
+
 def check_same(config: ZeroConfig, host_gather: Callable[[Any, str], list[Any]]) -> None:
-    """Compare the configurations of all ranks, and the environment variables that count beside them. Collective.
+    """Compare the configurations of all ranks, and the variables and features that count beside them. Collective.
 
     Raises:
         ConfigError: on all ranks, if they differ; shows the values of two of them.
     """
-    known = _common(resolved(config)) | _variables()
+    beside = _variables() | _features(config)
+    known = _common(resolved(config)) | beside
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
     digests = host_gather(digest, "configuration")
     if len(set(digests)) == 1:
         return
-    told = _common(shown(config)) | _variables()
+    told = _common(shown(config)) | beside
     values = {key: (told.get(key, HIDDEN), hashlib.sha256(value.encode()).digest()) for key, value in known.items()}
     ranks = host_gather(values, "configurations")
     other = next(rank for rank, found in enumerate(digests) if found != digests[0])

@@ -86,8 +86,7 @@ class ZeroConfig(Schema):
     def _consistent(self) -> ZeroConfig:
         problems = list(contradictions(self))
         for entry in registered():
-            known = entry.block is None or (entry.key, entry.block) in self.of_features
-            if known and entry.asked(self):
+            if entry.is_asked(self):
                 problems += load(entry.place, entry.key, entry.name)(self).rules()
         if problems:
             raise ConfigError(problems)
@@ -143,12 +142,15 @@ def _schema_with(of_features: BlocksOfFeatures) -> type[ZeroConfig]:
     """``ZeroConfig`` with more blocks.
 
     Raises:
-        ValueError: a key is one of lt_zero's or DeepSpeed's; or a block has a key without default.
+        ValueError: a key is one of lt_zero's or DeepSpeed's, or no name; or a block has a key without default.
     """
     if not of_features:
         return ZeroConfig
     fields: dict[str, Any] = {}
     for name, block in of_features:
+        if not name.isidentifier() or name.startswith("_"):
+            text = "no configuration can have this key. Name it with letters, digits and underscores, first a letter."
+            raise ValueError(f"register(Entry(key={name!r})): {text}")
         if name in keys_of(ZeroConfig) or hasattr(ZeroConfig, name) or lookup((name,)) is not None or below((name,)):
             raise ValueError(f"register(Entry(key={name!r})): lt_zero or DeepSpeed has this key. Name it otherwise.")
         try:

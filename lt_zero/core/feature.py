@@ -227,6 +227,11 @@ class Entry:
     asked: Callable[[Any], bool]
     block: type[Block] | None = None
 
+    def is_asked(self, config: Any) -> bool:
+        """True if it is asked for. A configuration that was made before ``register`` lacks the block: it is off."""
+        known = self.block is None or isinstance(getattr(config, self.key, None), self.block)
+        return known and self.asked(config)
+
 
 _registered: list[Entry] = []
 

@@ -101,7 +101,7 @@ def features_of(config: Any) -> list[Feature]:
     """
     found: dict[str, Feature] = {}
     for entry in (*_TABLE, *registered()):
-        if entry.place not in found and entry.asked(config):
+        if entry.place not in found and entry.is_asked(config):
             found[entry.place] = load(entry.place, entry.key, entry.name)(config)
     return list(found.values())
 

@@ -20,6 +20,7 @@ from lt_zero.config.catalog import explain, json_schema
 from lt_zero.config.load import examine, plain, resolved, shown
 from lt_zero.core.comm.world import World
 from lt_zero.core.feature import Block, Entry, Real, register, registered
+from lt_zero.features import features_of
 from tests.outside import noise
 from tests.support.models import Net, next_token_loss
 from tests.support.outside import features
@@ -27,6 +28,9 @@ from tests.support.parity import config_of, full_values
 from tests.support.pool import Pool
 
 SHARDED = {"zero_optimization": {"stage": 2}}
+
+
+LATE = Entry("late", "tests.outside.noise:Noise", "LATE", lambda config: True)
 
 
 @pytest.fixture
@@ -123,6 +127,7 @@ def test_without_the_package_the_key_is_unknown() -> None:
         ZeroConfig.of(config)
     plainly = ZeroConfig.of(SHARDED)
     with features(noise.ENTRY):
+        assert features_of(plainly) == [], "one that was made before does not ask for it"
         assert ZeroConfig.of(plainly)["noise"].scale == 0, "one that was made before gets the key"
 
 
@@ -138,6 +143,8 @@ class Needy(Block):
         ("optimizer", noise.NoiseBlock, "lt_zero or DeepSpeed has this key"),
         ("data_efficiency", noise.NoiseBlock, "lt_zero or DeepSpeed has this key"),
         ("model_config", noise.NoiseBlock, "lt_zero or DeepSpeed has this key"),
+        ("noise.more", noise.NoiseBlock, "no configuration can have this key"),
+        ("_noise", noise.NoiseBlock, "no configuration can have this key"),
         ("needy", Needy, r"needy\.scale has no default"),
     ],
 )
@@ -164,6 +171,18 @@ def _differ() -> str:
 def test_ranks_with_other_values_are_an_error(pool: Pool) -> None:
     for text in pool.run(2, _differ):
         assert "noise.scale is 0.1 on rank 0, 0.2 on rank 1" in text
+
+
+def _registered_on_one() -> str:
+    mine = [LATE] if dist.get_rank() == 1 else []
+    with features(*mine), pytest.raises(ConfigError) as caught:
+        check_same(ZeroConfig.of(SHARDED), World.join(torch.device("cpu")).host_gather)
+    return str(caught.value)
+
+
+def test_ranks_with_other_features_are_an_error(pool: Pool) -> None:
+    for text in pool.run(2, _registered_on_one):
+        assert "register('late') is missing on rank 0, number 1, asked for on rank 1" in text
 
 
 def _trained(stage: int, scale: float) -> dict[str, Tensor]:
