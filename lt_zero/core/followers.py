@@ -14,11 +14,13 @@ class Follower:
 
     Attributes:
         handle: what ``feature.watch`` has returned; None: nothing, or it does not follow the engine.
+        has_state: the feature has followed the engine, so that checkpoints have its states, also between two fits.
     """
 
     def __init__(self, feature: Feature) -> None:
         self.feature = feature
         self.handle: Handle | None = None
+        self.has_state = False
         self._follows = False
 
     def begin(self, engine: Engine, run: Run) -> bool:
@@ -26,6 +28,7 @@ class Follower:
         if self._follows:
             return False
         self.handle = self.feature.watch(engine, run)
+        self.has_state = True
         self._follows = True
         return True
 
@@ -102,13 +105,15 @@ def figures_of(engine: Engine) -> list[Figure]:
 
 
 def states_of(engine: Engine) -> dict[str, Saved]:
-    """The states of an engine's features, by their names.
+    """The states of an engine's features, by their names; without those that have not begun: nothing was trained.
 
     Raises:
         ValueError: two features have a state of one name.
     """
     found: dict[str, Saved] = {}
     for follower in followers(engine):
+        if not follower.has_state:
+            continue
         mine = follower.feature.states()
         if twice := found.keys() & mine.keys():
             raise ValueError(

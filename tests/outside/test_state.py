@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
+from lt_zero import FabricZeroStrategy
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.rank_state import FEATURES
 from lt_zero.core.engine.engine import Engine
@@ -20,6 +24,7 @@ from lt_zero.core.feature import Entry, Feature
 from lt_zero.core.followers import states_of
 from tests.conformance.faces import FACES, GAS, Face, Settings, run
 from tests.outside import noise, sums
+from tests.support.lightning_tools import torchrun_env
 from tests.support.matrix import only_rows
 from tests.support.outside import features
 from tests.support.pool import Pool
@@ -176,6 +181,24 @@ def _of_two(path: str) -> str:
 def test_two_states_of_one_name_are_refused(pool: Pool, tmp_path: Path) -> None:
     for text in pool.run(2, _of_two, str(tmp_path / "saved")):
         assert "Twice.states" in text
+
+
+def _beside_one_that_is_evaluated(path: str) -> None:
+    os.environ.update(torchrun_env())
+    with features(noise.ENTRY):
+        strategy = FabricZeroStrategy(stage=2, config=NOISE)
+        fabric: Any = L.Fabric(accelerator="cpu", strategy=strategy, devices=dist.get_world_size())
+        fabric.launch()
+        teacher = fabric.setup_module(nn.Linear(3, 5).eval())
+        module = nn.Linear(3, 2)
+        student, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        fabric.save(path, {"teacher": teacher, "student": student, "optimizer": optimizer})
+        (trained,) = [owner for owner in fabric.strategy.engines if states_of(owner)]
+        assert trained.root is module, "nothing has begun beside the other"
+
+
+def test_a_feature_that_has_not_begun_has_no_states(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _beside_one_that_is_evaluated, str(tmp_path / "saved"))
 
 
 def _fails(path: str) -> str:
