@@ -14,6 +14,7 @@ from lt_zero.config import keys as key_table
 from lt_zero.config.blocks import SPARSE_MODES
 from lt_zero.config.catalog import entries
 from lt_zero.config.load import Loaded, examine, resolved
+from tests.support.features import needs
 from tests.support.reach_engine import nested
 
 ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-3}}
@@ -53,6 +54,7 @@ ONE_BIT = {"lr": 1e-3, "cuda_aware": False, "comm_backend_name": "nccl", "eps_in
 ONE_BIT |= {"weight_decay": 0.01, "bias_correction": False, "betas": [0.9, 0.999], "eps": 1e-8, "amsgrad": False}
 
 
+@needs("one_bit")
 @pytest.mark.parametrize(
     ("type_", "more", "plain"),
     [
