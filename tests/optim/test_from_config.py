@@ -18,6 +18,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.optim import Lamb, Lion, WarmupLR, build_optimizer, build_scheduler, check_optimizer, check_scheduler
 from lt_zero.optim.adam import UncorrectedAdam
+from tests.support.features import needs
 from tests.support.paths import DATA
 
 CONFIGS = DATA / "ds_configs"
@@ -396,6 +397,7 @@ def test_schedulers_raise_configuration_errors_only() -> None:
     assert outcomes.refused > 10
 
 
+@needs("one_bit")
 def test_public_configurations() -> None:
     refused = {}
     for path in sorted(CONFIGS.glob("*.json")):
