@@ -64,8 +64,8 @@ class Undo:
 
 
 @dataclass(frozen=True)
-class Run:
-    """Facts of the run that trains an engine.
+class PlaceInRun:
+    """The place of an engine in the run that trains it.
 
     Attributes:
         number: of the engine, in the order of set-up; None: there is no run, a caller of ``lt_zero.shard`` trains it.
@@ -78,7 +78,7 @@ class Run:
     in_parts: bool = False
 
 
-class Saved(Protocol):
+class Restorable(Protocol):
     """A state that checkpoints have; with the methods of torch, which modules, schedulers and metrics have, too."""
 
     def state_dict(self) -> Any:
@@ -189,7 +189,7 @@ class Feature:
         """Make the strategy by which the weights of one bucket of ``group`` are gathered; None: leave it to others."""
         return None
 
-    def watch(self, engine: Engine, run: Run) -> Handle | None:
+    def watch(self, engine: Engine, run: PlaceInRun) -> Handle | None:
         """Follow an engine that is ready to train: its weights are loaded, and are the same on all ranks. Collective.
 
         It is called once for each engine, or for each fit with ``ends_with_fit``; optimizers may come later.
@@ -199,7 +199,7 @@ class Feature:
         """
         return None
 
-    def states(self) -> Mapping[str, Saved]:
+    def states(self) -> Mapping[str, Restorable]:
         """The states that checkpoints of the watched engine have, by names that no other feature uses.
 
         Asked at each save, and at each load that resumes: after weights, before optimizers. The same names on all

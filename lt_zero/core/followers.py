@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.feature import Feature, Handle, Run, Saved
+from lt_zero.core.feature import Feature, Handle, PlaceInRun, Restorable
 
 
 class Follower:
@@ -23,7 +23,7 @@ class Follower:
         self.has_state = False
         self._follows = False
 
-    def begin(self, engine: Engine, run: Run) -> bool:
+    def begin(self, engine: Engine, run: PlaceInRun) -> bool:
         """Let the feature follow the engine; returns whether it did not already. Collective."""
         if self._follows:
             return False
@@ -45,7 +45,7 @@ def followers(engine: Engine) -> list[Follower]:
     return [handle for handle in engine.handles if isinstance(handle, Follower)]
 
 
-def follow(engine: Engine, run: Run) -> list[Feature]:
+def follow(engine: Engine, run: PlaceInRun) -> list[Feature]:
     """Let the features beside an engine follow it; returns those that did not already. Collective."""
     return [follower.feature for follower in followers(engine) if follower.begin(engine, run)]
 
@@ -104,13 +104,13 @@ def figures_of(engine: Engine) -> list[Figure]:
     return [follower.handle for follower in followers(engine) if isinstance(follower.handle, Figure)]
 
 
-def states_of(engine: Engine) -> dict[str, Saved]:
+def states_of(engine: Engine) -> dict[str, Restorable]:
     """The states of an engine's features, by their names; without those that have not begun: nothing was trained.
 
     Raises:
         ValueError: two features have a state of one name.
     """
-    found: dict[str, Saved] = {}
+    found: dict[str, Restorable] = {}
     for follower in followers(engine):
         if not follower.has_state:
             continue

@@ -60,7 +60,7 @@ _TABLE = (
     ),
     Entry(
         name="sparse attention",
-        place="lt_zero.features.sparse_attention.feature:SparseAttention",
+        place="lt_zero.features.sparse_attention.feature:BlockSparseAttention",
         key="sparse_attention",
         asked=lambda config: config.sparse_attention is not None,
     ),
@@ -72,7 +72,7 @@ _TABLE = (
     ),
     Entry(
         name="the record of a run",
-        place="lt_zero.tools.compare.feature:Record",
+        place="lt_zero.tools.compare.feature:Recording",
         key="LT_ZERO_RECORD",
         asked=lambda config: bool(os.environ.get("LT_ZERO_RECORD")),
     ),

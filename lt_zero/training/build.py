@@ -60,7 +60,7 @@ from lt_zero.core.engine.parts import Parts, Unjoined
 from lt_zero.core.engine.same_on_ranks import Snapshot, compare, compare_models
 from lt_zero.core.engine.storage_plan import plan_storage
 from lt_zero.core.engine.weight_rounding import NEAREST, WeightRounding
-from lt_zero.core.feature import Feature, Run, Undo
+from lt_zero.core.feature import Feature, PlaceInRun, Undo
 from lt_zero.core.followers import Follower, follow
 from lt_zero.core.stores.pinned import return_freed_memory
 from lt_zero.features import features_of
@@ -139,7 +139,7 @@ def shard(
     with group.world.together("lt_zero.shard"):
         engine = _shard(module, config, device, policy, group, training, saved, specs, group_of, parts or Unjoined())
         if ready and training:
-            follow(engine, Run())
+            follow(engine, PlaceInRun())
     return engine
 
 

@@ -30,7 +30,7 @@ from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.full_params import sync_buffers
 from lt_zero.core.engine.same_on_ranks import compare_models
-from lt_zero.core.feature import Feature, Run
+from lt_zero.core.feature import Feature, PlaceInRun
 from lt_zero.core.followers import follow
 from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.core.step.param_groups import compare_optimizers, compare_options
@@ -255,7 +255,7 @@ class Session:
         """Let features follow an engine that is ready to train; returns those that did not already. Collective."""
         numbers = (number for number, known in enumerate(self._engines) if known() is engine)
         together = self.mesh.sizes.of_data_rank if self.mesh is not None else 1
-        return follow(engine, Run(next(numbers, len(self._engines)), together, in_parts=self.mesh is not None))
+        return follow(engine, PlaceInRun(next(numbers, len(self._engines)), together, in_parts=self.mesh is not None))
 
     def adopt(self, module: nn.Module) -> None:
         """Go on with a module that was built in an earlier run."""

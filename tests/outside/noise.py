@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.feature import Block, Entry, Feature, Problem, Real, Run, Whole, key
+from lt_zero.core.feature import Block, Entry, Feature, PlaceInRun, Problem, Real, Whole, key
 
 
 class NoiseBlock(Block):
@@ -30,7 +30,7 @@ class Noise(Feature):
             yield Problem("noise.scale", f"{text}. Remove one of them.")
 
     @override
-    def watch(self, engine: Engine, run: Run) -> Noise:
+    def watch(self, engine: Engine, run: PlaceInRun) -> Noise:
         block: NoiseBlock = self.config.noise
         self._scale = block.scale
         self._generator = torch.Generator(engine.device).manual_seed(block.seed + engine.world.rank)

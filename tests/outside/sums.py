@@ -13,7 +13,7 @@ from typing_extensions import override
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.layout import Piece
 from lt_zero.core.engine.lazy_tensor import Fragment, elements_of
-from lt_zero.core.feature import Entry, Feature, Run
+from lt_zero.core.feature import Entry, Feature, PlaceInRun
 
 
 class Sums(Feature):
@@ -21,7 +21,7 @@ class Sums(Feature):
 
     @override
     def watch(
-        self, engine: Engine, run: Run
+        self, engine: Engine, run: PlaceInRun
     ) -> None:  # nothing to take back: an engine that is detached takes no steps
         self.steps = 0
         self._rows = {bucket: torch.zeros_like(bucket.weights.values()) for bucket in engine.buckets}

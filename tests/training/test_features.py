@@ -20,13 +20,13 @@ from typing_extensions import override
 import lt_zero
 from lt_zero import cli
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.feature import Entry, Feature, Run, register, unregister
+from lt_zero.core.feature import Entry, Feature, PlaceInRun, register, unregister
 from lt_zero.core.followers import Figure
 from tests.support.lightning_tools import FULL, sharded_trainer, trust
 from tests.support.matrix import only
 from tests.support.pool import Pool
 
-SEEN: list[tuple[Run, float]] = []  # the runs, and the first weight when the feature began to watch
+SEEN: list[tuple[PlaceInRun, float]] = []  # the runs, and the first weight when the feature began to watch
 
 
 class Backwards(Figure):
@@ -61,7 +61,7 @@ FIGURES: list[Backwards] = []
 
 class Counting(Feature):
     @override
-    def watch(self, engine: Engine, run: Run) -> Figure:
+    def watch(self, engine: Engine, run: PlaceInRun) -> Figure:
         with lt_zero.gathered(engine.root):
             SEEN.append((run, next(engine.root.parameters()).flatten()[0].item()))
         FIGURES.append(Backwards())
@@ -97,14 +97,14 @@ def _trains(folder: str, stage: int) -> None:
         trainer.validate(module := BoringModel(), verbose=False)
         assert not SEEN, "nothing is trained yet"
         trainer.fit(module)
-        assert [run for run, _ in SEEN] == [Run(0)]
+        assert [run for run, _ in SEEN] == [PlaceInRun(0)]
         (figure,) = FIGURES
         assert (figure.begun, figure.ended) == ([(2, 0.5)], 1)
         trainer.save_checkpoint(f"{folder}/saved")
         saved = torch.load(f"{folder}/saved", weights_only=False)["state_dict"]["layer.weight"].flatten()[0].item()
         again = sharded_trainer(stage, config=FULL, max_steps=3)
         again.fit(BoringModel(), ckpt_path=f"{folder}/saved", **trust(False))
-        assert [run for run, _ in SEEN] == [Run(0)] * 2, "each Trainer has a run"
+        assert [run for run, _ in SEEN] == [PlaceInRun(0)] * 2, "each Trainer has a run"
         assert SEEN[1][1] == saved, "the weights are there"
         assert FIGURES[1].begun == [], "no monitor shows it"
 
@@ -131,7 +131,7 @@ def test_features_watch_a_module_outside_of_a_run(pool: Pool) -> None:
     with counting():
         lt_zero.shard(nn.Linear(2, 1), {"zero_optimization": {"stage": 1}}).detach()
         lt_zero.shard(nn.Linear(2, 1), {"zero_optimization": {"stage": 1}}, training=False).detach()
-    assert [run for run, _ in SEEN] == [Run(None)], "one trains"
+    assert [run for run, _ in SEEN] == [PlaceInRun(None)], "one trains"
     assert FIGURES[0].ended == 1, "with the engine"
 
 

@@ -190,7 +190,7 @@ class Transport:
         return cls(connections)
 
     def close(self) -> None:
-        """End what it has running, on all ranks: nobody needs it any more."""
+        """Stop its threads and free its memory. Neither the group nor an engine uses it any more."""
 
     # ---- memory that peers read in place -----------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.feature import Feature, Handle, Run
+from lt_zero.core.feature import Feature, Handle, PlaceInRun
 from lt_zero.features.activation_checkpointing.checkpointing import Checkpointing, check_modules, install
 
 
@@ -22,7 +22,7 @@ class ActivationCheckpoints(Feature):
             check_modules(module, self.config.activation_checkpointing, group)
 
     @override
-    def watch(self, engine: Engine, run: Run) -> Handle | None:
+    def watch(self, engine: Engine, run: PlaceInRun) -> Handle | None:
         made = install(engine, self.config)
         self.summary = str(made) if isinstance(made, Checkpointing) else ""
         return made

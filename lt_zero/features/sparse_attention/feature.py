@@ -10,7 +10,7 @@ from lt_zero.core.feature import Feature, Undo
 from lt_zero.features.sparse_attention.huggingface import install
 
 
-class SparseAttention(Feature):
+class BlockSparseAttention(Feature):
     """Sparse attention of the model, which it keeps: with another attention it would be another model."""
 
     stays = True

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lt_zero.common.errors import ConfigError
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.feature import Run
+from lt_zero.core.feature import PlaceInRun
 from lt_zero.core.followers import Figure
 
 KEY = "gradient_noise_scale"
@@ -41,7 +41,7 @@ class GradientNoise(Figure):
     name = KEY
     label = "noise_scale"
 
-    def __init__(self, engine: Engine, run: Run) -> None:
+    def __init__(self, engine: Engine, run: PlaceInRun) -> None:
         self._engine, self._in_parts = weakref.ref(engine), run.in_parts
         self._training: _Training | None = None
 
