@@ -190,3 +190,13 @@ def test_a_library_that_a_feature_lacks_is_named_itself(monkeypatch: pytest.Monk
             lt_zero.shard(nn.Linear(2, 1), {})
     finally:
         unregister("lacking")
+
+
+def test_a_name_is_registered_once() -> None:
+    entry = Entry("twice", "nowhere:Nothing", "zero_optimization", lambda config: False)
+    register(entry)
+    try:
+        with pytest.raises(ValueError, match="'twice'.*a feature of this name exists"):
+            register(entry)
+    finally:
+        unregister("twice")
