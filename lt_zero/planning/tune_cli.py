@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from rich.table import Table
 from lt_zero.common import accelerator
 from lt_zero.common.console import Console
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.ports import free_port
 from lt_zero.common.tables import bytes_cell, show
 from lt_zero.common.units import format_bytes, parse_bytes
 from lt_zero.config.cli import to_yaml
@@ -224,11 +224,13 @@ class Runs:
         command = [*self.command, *more]
         if self.ranks is None:
             return [subprocess.Popen(command, env=dict(env), **common)]
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
         world, threads = str(self.ranks), str(max(1, (os.cpu_count() or 1) // self.ranks))
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        shared = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
+        }
         shared |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "lt-zero-tune"}  # by which Lightning knows a launcher
         base = {"OMP_NUM_THREADS": threads, **env, **shared}
         numbers = [str(rank) for rank in range(self.ranks)]

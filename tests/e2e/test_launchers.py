@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.launchers import environment, free_port, slurm_job
+from lt_zero.common.ports import free_port
+from tests.support.launchers import environment, slurm_job
 from tests.support.paths import SUPPORT
 
 SCRIPT = str(SUPPORT / "launch_script.py")

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lt_zero.common.ports import free_port
 from tests.faults import tree
 from tests.faults.case import Outcome
-from tests.support.launchers import environment, free_port
+from tests.support.launchers import environment
 from tests.support.paths import ROOT
 
 FOLDER = "LT_ZERO_FAULTS_FOLDER"  # the variable with the campaign's folder

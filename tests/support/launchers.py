@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 
+from lt_zero.common.ports import free_port
 from tests.support.paths import ROOT
 
 _LAUNCHERS = ("SLURM", "MASTER", "LOCAL_RANK", "WORLD", "TORCHELASTIC")
@@ -16,12 +16,6 @@ def environment(**extra: str) -> dict[str, str]:
     """The environment of a process that no launcher has started."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS)}
     return {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **extra}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def slurm_job(arguments: list[str], **extra: str) -> list[subprocess.Popen[str]]:

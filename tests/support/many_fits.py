@@ -31,9 +31,10 @@ import lt_zero
 from lt_zero import FabricZeroStrategy
 from lt_zero.common.compat import process_groups
 from lt_zero.common.descriptors import raise_limit
+from lt_zero.common.ports import free_port
 from lt_zero.parallel import Pipeline, PipelineModule
 from tests.support import sequences
-from tests.support.launchers import environment, free_port
+from tests.support.launchers import environment
 from tests.support.lightning_tools import sharded_trainer, torchrun_env
 from tests.support.mixtures import Mixture, square
 from tests.support.models import WIDTH, Net, next_token_loss

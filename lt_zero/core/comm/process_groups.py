@@ -692,18 +692,27 @@ def _join_tasks(tasks: Tasks, backend: str | None, init_method: str | None, time
             dist.init_process_group(backend, init_method, timeout, tasks.world, tasks.rank, device_id=bound)
 
 
-def init_alone(backend: str | None = None, timeout: timedelta | None = None) -> None:
-    """Make the default process group of this process alone, if there is none; it needs no network.
+def init_alone(
+    backend: str | None = None, timeout: timedelta | None = None, device: torch.device | None = None
+) -> None:
+    """Make the default process group of this process alone, if there is none.
+
+    It needs no network, and so no port that another program could have taken since it was found free.
 
     Args:
         backend, timeout: as for ``init_distributed``.
+        device: to which the group is bound, as for ``begin_restarted``.
     """
-    if not dist.is_initialized():
-        name = backend or dist.get_default_backend_for_device(accelerator.default_kind())
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(name, store=store, rank=0, world_size=1, timeout=timeout)
-        # Ranks that other launchers fork, such as Lightning's for ddp_notebook, would take it for the group of all.
-        multiprocessing_util.register_after_fork(init_alone, _leave_group_of_one)
+    if dist.is_initialized():
+        return
+    name = backend or dist.get_default_backend_for_device(accelerator.default_kind())
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(name, store=store, rank=0, world_size=1, timeout=timeout, device_id=device)
+    # Ranks that other launchers fork, such as Lightning's for ddp_notebook, would take it for the group of all.
+    multiprocessing_util.register_after_fork(init_alone, _leave_group_of_one)
+    if "nccl" in name:
+        # As Lightning does, because torch warns of a group that is not destroyed.
+        atexit.register(_leave)
 
 
 def _leave_group_of_one(_: object) -> None:

@@ -45,7 +45,7 @@ from lt_zero.training.lightning.checkpoint_plugin import writes_directories
 from lt_zero.training.lightning.data_position.loop import LoopLoader
 from lt_zero.training.lightning.data_position.position import is_stateful, tracked
 from lt_zero.training.lightning.fabric_items import FabricItems, ShardedModule, optimizer_state, whole
-from lt_zero.training.lightning.launchers import FabricLauncher, choose_start, is_launched_alone
+from lt_zero.training.lightning.launchers import FabricLauncher, choose_start
 from lt_zero.training.lightning.place import launched_place, place_of
 from lt_zero.training.lightning.precision import ZeroPrecision
 from lt_zero.training.session import Session, move_buffers
@@ -192,8 +192,8 @@ class FabricZeroStrategy(DDPStrategy):
         device = self.root_device if self.root_device.type != "cpu" else None
         # A process of multiprocessing has the ranks of its parent until now, and would meet the others as rank 0.
         self._set_world_ranks()
-        if is_launched_alone(self):
-            init_alone(self._get_process_group_backend(), self._timeout)
+        if self.num_nodes * self.num_processes == 1:
+            init_alone(self._get_process_group_backend(), self._timeout, device)
         place = place_of(self.cluster_environment, self.global_rank, self.num_nodes * self.num_processes)
         with joining(self.config.communication.link_timeout), met(place, self._timeout):
             begin_restarted(self._get_process_group_backend(), self._timeout, device)

@@ -77,11 +77,6 @@ def choose_start(
     )
 
 
-def is_launched_alone(strategy: Any) -> bool:
-    """True if a strategy has no launcher, and one rank: its process group needs no network."""
-    return strategy.launcher is None and strategy.num_processes * strategy.num_nodes == 1
-
-
 def _run_as_rank(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes | None:
     """Call ``function`` in a process that was started as a rank; returns what ``_from_rank_0`` reads."""
     leave_inherited_groups()

@@ -41,7 +41,7 @@ from lt_zero.parallel.mesh import DeviceMesh
 from lt_zero.parallel.plan import keeping_ties
 from lt_zero.training.lightning import setup as set_up
 from lt_zero.training.lightning.arguments import check_launch, explained, with_sizes_of_mesh
-from lt_zero.training.lightning.launchers import TrainerLauncher, choose_start, is_launched_alone
+from lt_zero.training.lightning.launchers import TrainerLauncher, choose_start
 from lt_zero.training.lightning.metrics import count_all_ranks, count_data_ranks
 from lt_zero.training.lightning.place import launched_place, place_of
 from lt_zero.training.lightning.precision import ZeroPrecision
@@ -226,8 +226,8 @@ class ZeroStrategy(RunQueries):
         device = self.root_device if self.root_device.type != "cpu" else None
         # A process of multiprocessing has the ranks of its parent until now, and would meet the others as rank 0.
         self.set_world_ranks()
-        if is_launched_alone(self):
-            init_alone(self._get_process_group_backend(), self._timeout)
+        if self.num_nodes * self.num_processes == 1:
+            init_alone(self._get_process_group_backend(), self._timeout, device)
         place = place_of(self.cluster_environment, self.global_rank, self.num_nodes * self.num_processes)
         with joining(self.config.communication.link_timeout), met(place, self._timeout):  # Lightning waits here, too
             begin_restarted(self._get_process_group_backend(), self._timeout, device)

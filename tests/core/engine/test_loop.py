@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
+from lt_zero.common.ports import free_port
 from lt_zero.training.build import built_by
 from tests.support.docs_tools import BLOCKS
 from tests.support.lightning_tools import torchrun_env
@@ -51,10 +51,7 @@ def _expected() -> dict[str, Tensor]:
 
 
 def test_the_documented_loop_trains_as_one_process(pool: Pool, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    pool.run(2, _run, _text(), tmp_path, port)
+    pool.run(2, _run, _text(), tmp_path, free_port())
     got, want = torch.load(tmp_path / "model.pt"), _expected()
     assert got.keys() == want.keys()
     for name, value in want.items():

@@ -20,8 +20,9 @@ from torch import nn
 
 import lt_zero
 from lt_zero import FabricZeroStrategy, ZeroStrategy
+from lt_zero.common.ports import free_port
 from lt_zero.core.health.launchers import first_node, launched_tasks, unjoined_tasks
-from tests.support.launchers import environment, free_port
+from tests.support.launchers import environment
 from tests.support.paths import SUPPORT
 from tests.support.pool import Pool
 
@@ -237,6 +238,28 @@ def test_a_store_that_nobody_serves_is_rank_0s(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv("MASTER_PORT", str(bound.getsockname()[1]))
         with pytest.raises(RuntimeError, match=rf"rank 0, .*127.0.0.1:{os.environ['MASTER_PORT']}.*has ended, or"):
             lt_zero.init_distributed("gloo", timedelta(seconds=1), rank=1, world_size=2)
+
+
+def _starts_beside_a_listener() -> list[int]:
+    """The world sizes of a Trainer and Fabric that have one rank, where the port that they are told is taken."""
+    found = []
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port()))
+        taken.listen()
+        os.environ["MASTER_PORT"] = str(taken.getsockname()[1])
+        for made in (
+            L.Trainer(strategy=ZeroStrategy(stage=3), accelerator="cpu", devices=1, logger=False),
+            L.Fabric(strategy=FabricZeroStrategy(stage=3), accelerator="cpu", devices=1),
+        ):
+            dist.destroy_process_group()
+            made.strategy.setup_environment()
+            found.append(dist.get_world_size())
+    return found
+
+
+def test_a_run_of_one_rank_needs_no_port(pool: Pool) -> None:
+    """Lightning looks for a free port, and another program may take it before rank 0 listens there."""
+    assert pool.run(1, _starts_beside_a_listener) == [[1, 1]]
 
 
 @pytest.mark.parametrize(
