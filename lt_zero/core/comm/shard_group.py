@@ -333,6 +333,7 @@ class ShardGroup(Ranks):
         if division == self._division:
             return
         self._division = division
+        self._background = None  # it was made for other replicas; ``allow_background`` makes the next
         mesh = Mesh(self._largest, 0, division)
         self.mesh = Mesh(self.size, self.rank, min(division, self.size))
         rows = [mesh.shard_ranks(replica) for replica in range(self._largest // division)]

@@ -301,6 +301,15 @@ def test_groups_connect_when_they_are_made() -> None:
         assert connected[2:] == [(group._background, 1)]
 
 
+def test_the_background_has_the_replicas_that_are_configured_last() -> None:
+    """A group is configured again if no engine uses it, as ``zero.Init`` and ``initialize`` do one after the other."""
+    with one_of(4, CPU) as group:
+        for shards in (2, 4):
+            group.configure(shards=shards, topology=1, scatters=True, sums_gradients=False, predivide=None)
+            group.allow_background()
+            assert dist.get_world_size(group._background) == shards
+
+
 def test_a_gpu_with_one_queue_has_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
     with one_of(4, CPU) as group:
         assert group.reductions is not group.process_group
