@@ -31,6 +31,7 @@ from lt_zero.common.module_hooks import is_compiled_by_jit, no_hook
 from lt_zero.common.names import alone
 from lt_zero.common.progress_bar import ProgressBar, progress_bar
 from lt_zero.config import ZeroConfig
+from lt_zero.config.applicability import check_same
 from lt_zero.config.options import communication_options, engine_options, group_options, with_sizes
 from lt_zero.config.precision import dtype_policy, resolve_mode
 from lt_zero.core import ask
@@ -116,7 +117,8 @@ def shard(
     Raises:
         ValueError: a parameter is sharded already; or a pattern of ``fp16_override_modules`` matches nothing; or
             ``device`` is not the current GPU; or a spec does not fit its parameter.
-        ConfigError: activation checkpointing is on, and no module can be checkpointed; or ``ops`` is "required", and
+        ConfigError: on all ranks, if their configurations differ and ``group`` is not given; or activation
+            checkpointing is on, and no module can be checkpointed; or ``ops`` is "required", and
             native kernels are missing on a rank; or ``training`` with ``quantize``; or a key needs the same parameters
             on all ranks.
         NotEnoughMemory: a machine has too little memory; the module is unchanged.
@@ -125,7 +127,7 @@ def shard(
     expect(module, nn.Module, "The module of lt_zero.shard", "pass an nn.Module")
     specs = tuple(specs)
     of_ranks = partial(group.ask_all, name="sizes of the model") if group is not None else alone
-    config = with_sizes(ZeroConfig.of(config), module, specs, of_ranks)
+    config = ZeroConfig.of(config)
     placed = (t.device for t in chain(module.parameters(), module.buffers()) if t.device.type != "meta")
     device = accelerator.with_index(device or next(placed, torch.device("cpu")))
     if not accelerator.is_current(device):
@@ -133,7 +135,11 @@ def shard(
             f"device={device} is not the current device, {accelerator.default_device()}, whose streams torch uses: "
             f"call torch.accelerator.set_device_index({device.index}) first."
         )
-    group = group or ShardGroup.of_all(World.join(device, communication_options(config)))
+    if group is None:
+        world = World.join(device, communication_options(config))
+        check_same(config, world.host_gather)
+        group = ShardGroup.of_all(world)
+    config = with_sizes(config, module, specs, of_ranks)
     group.world.advise(remedy)
     # Inside, files are read and the user's modules initialised: an error of one rank is raised on all.
     with group.world.together("lt_zero.shard"):

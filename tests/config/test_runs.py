@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from omegaconf import OmegaConf
+from torch import nn
 from torch.utils.data import DataLoader
 
+import lt_zero
 from lt_zero import ZeroStrategy
 from lt_zero.common.errors import ConfigError
 from tests.support.lightning_tools import QUIET, torchrun_env, trust
@@ -170,6 +172,8 @@ def _errors_on_both_ranks() -> None:
         trainer_for(different, devices=2).fit(Plain())
     with pytest.raises(ConfigError, match=r"stage is 1 on rank 0, 2 on rank 1"):
         trainer_for({"zero_optimization": {"stage": 1 + rank}, "optimizer": SGD}, devices=2).fit(Plain())
+    with pytest.raises(ConfigError, match=r"stage is 1 on rank 0, 2 on rank 1"):
+        lt_zero.shard(nn.Linear(2, 2), {"zero_optimization": {"stage": 1 + rank}})
     with pytest.raises(ConfigError, match=r"optimizer\.params\.lr is 0\.25 on rank 0, 0\.5 on rank 1"):
         trainer_for(AUTO, devices=2).fit(Plain(lr=0.25 + rank / 4))
     said = "Reading the configuration failed on another rank: rank 1: .*neither `lr`" if rank == 0 else "neither `lr`"
