@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lt_zero.common.errors import BLOCK_CHECKS, missing_part
+from lt_zero.common.errors import BLOCK_CHECKS
+from lt_zero.common.places import import_public
 
 if TYPE_CHECKING:
     from lt_zero.checkpoint.export import export as export
@@ -139,14 +140,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = f"{__name__}.{_MODULES[name]}"
-    try:
-        value = getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        if (missing := missing_part(module, error)) is None:
-            raise
-        text = f"lt_zero.{name} is not installed: there is no module {missing}. Install lt_zero with it."
-        raise ModuleNotFoundError(text, name=missing) from None
+    value = getattr(import_public(f"{__name__}.{_MODULES[name]}", f"{__name__}.{name}"), name)
     globals()[name] = value
     return value
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 import lt_zero
-from lt_zero.common.errors import missing_part
 from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.output import printable
+from lt_zero.common.places import NotInstalled, import_public
 
 HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(help="ZeRO for PyTorch Lightning.", no_args_is_help=True, add_completion=False, context_settings=HELP)
@@ -39,11 +38,9 @@ def _root(
 def _import(module: str, name: str) -> Any:
     """Import the module of the command ``name``; say on stderr if it is not installed, and end with status 1."""
     try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if (missing := missing_part(module, error)) is None:
-            raise
-        typer.echo(f"lt-zero {name} is not installed: there is no module {missing}. Install lt_zero with it.", err=True)
+        return import_public(module, f"lt-zero {name}")
+    except NotInstalled as error:
+        typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
 
 

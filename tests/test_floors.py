@@ -97,7 +97,7 @@ def nodes_of(file: str) -> tuple[ast.AST, ...]:
 @functools.cache
 def all_imports() -> dict[str, set[str]]:
     """File -> every dotted name it imports, wherever the statement stands."""
-    return {file: this_package().names_of(file) for file in FILES}
+    return {file: this_package().names[file] for file in FILES}
 
 
 @functools.cache

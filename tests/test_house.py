@@ -30,6 +30,7 @@ from tests.support.house.imports import (
 from tests.support.house.loaded import by_part, fits, total
 from tests.support.house.parts import part_of, stale
 from tests.support.house.taken_out import checkout_without_features, feature_folders, take_out, without_features
+from tests.support.house.tested import Verdict, verdicts
 from tests.support.paths import PACKAGE, ROOT
 from tests.support.walks import Function
 
@@ -95,7 +96,7 @@ def test_every_file_has_a_part() -> None:
     assert not fits_none, "these lines of tests/support/house/parts.py fit no file"
 
 
-def test_a_part_and_its_tests_are_removed_from_a_copy(fake: Package, tmp_path: Path) -> None:
+def test_a_part_is_removed_from_a_copy_and_its_tests_are_counted(fake: Package, tmp_path: Path) -> None:
     tests = tmp_path / "tests"
     (tests / "support").mkdir(parents=True)
     (tests / "support" / "losses.py").write_text("def made():\n    from fake.tiles import loss\n")
@@ -107,7 +108,6 @@ def test_a_part_and_its_tests_are_removed_from_a_copy(fake: Package, tmp_path: P
     copy = tmp_path / "copy"
     assert take_out("feature.tiles", fake, Package(tests), copy, PARTS) == (1, 2)
     assert not (copy / "fake" / "tiles").exists(), "an empty folder is a package for Python"
-    assert sorted(path.name for path in (copy / "tests").rglob("*.py")) == ["test_core.py"]
     assert len(list((copy / "fake").rglob("*.py"))) == len(FILES) - 1
     assert (fake.folder / "tiles" / "loss.py").exists()
 
@@ -224,6 +224,40 @@ def test_a_default_fit_runs_without_each_feature(tmp_path: Path) -> None:
     jobs = [Job(3, without_features(PACKAGE, tmp_path / folder.name, [folder])) for folder in folders]
     problems = {folder.name: fit.problem for folder, fit in zip(folders, fits(jobs), strict=True)}
     assert problems == dict.fromkeys(problems, "")
+
+
+@pytest.mark.slow
+def test_tests_without_features_have_a_verdict(tmp_path: Path) -> None:
+    """There are two features, of which one needs the other, and a test of the rest that needs the first one."""
+    root = tmp_path / "root"
+    files = {f"lt_zero/features/{name}/__init__.py": "" for name in ("a", "b")}
+    files |= {"lt_zero/__init__.py": "", "tests/features/a/test_a.py": "def test(): import lt_zero.features.a\n"}
+    files["tests/features/b/test_b.py"] = "def test(): import lt_zero.features.b, lt_zero.features.a\n"
+    files["tests/tools/test_doctor.py"] = "def test(): pass\n"
+    files["tests/test_rest.py"] = (
+        "import pytest, lt_zero\nfrom pathlib import Path\n"
+        "gone = not (Path(lt_zero.__file__).parent / 'features/b').exists()\n"
+        "@pytest.mark.skipif(gone, reason='not installed: b')\ndef test_b(): import lt_zero.features.a\n"
+        "def test(): pass\n"
+    )
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    who = ["-c", "user.name=A", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "all"]):
+        subprocess.run(["git", *words], cwd=root, check=True)
+    assert dict(verdicts(root, tmp_path / "copies")) == {
+        "all": Verdict(2, [], ["tests/test_rest.py::test_b"]),
+        "features/a": Verdict(1, ["tests/features/b/test_b.py::test", "tests/test_rest.py::test_b"], []),
+        "features/b": Verdict(2, [], ["tests/test_rest.py::test_b"]),
+    }
+
+
+@pytest.mark.slow
+def test_a_fit_that_hangs_is_a_problem(tmp_path: Path) -> None:
+    (package := tmp_path / "lt_zero").mkdir()
+    (package / "__init__.py").write_text("import time\ntime.sleep(1000)\n")
+    assert fits([Job(3, package)], limit=3) == [Outcome([], "It has not ended after 3 s.")]
 
 
 @pytest.mark.slow

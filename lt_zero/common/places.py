@@ -3,9 +3,33 @@
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import Any
 
 from lt_zero.common.errors import ConfigError, missing_part
+
+
+class NotInstalled(ModuleNotFoundError):
+    """A public name or a command is of a feature that is not installed."""
+
+
+def import_public(module: str, name: str) -> ModuleType:
+    """Import the module of a public name or a command.
+
+    Args:
+        module: to import.
+        name: of what is asked for, in texts.
+
+    Raises:
+        NotInstalled: its feature is not installed; names both.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (missing := missing_part(module, error)) is None:
+            raise  # the feature is there, and lacks a library
+        text = f"{name} is not installed: there is no module {missing}. Install lt_zero with it."
+        raise NotInstalled(text, name=missing) from None
 
 
 def load(place: str, key: str, feature: str) -> Any:

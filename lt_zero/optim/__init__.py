@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
+from lt_zero.common.places import import_public
+from lt_zero.features import is_installed
 from lt_zero.optim.from_config import build_grouped, build_optimizer, build_scheduler, check_optimizer, check_scheduler
 from lt_zero.optim.grouping import param_groups
 from lt_zero.optim.lamb import Lamb
@@ -24,13 +25,10 @@ __all__ = [
     "Lamb",
     "Lion",
     "Muon",
-    "OneBitAdam",
-    "OneBitLamb",
     "OneCycle",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
-    "ZeroOneAdam",
     "build_grouped",
     "build_optimizer",
     "build_scheduler",
@@ -39,13 +37,15 @@ __all__ = [
     "muon_groups",
     "param_groups",
 ]
+if is_installed("one_bit"):
+    __all__ += ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"lt_zero.features.one_bit.{_LATER[name]}"), name)
+    return getattr(import_public(f"lt_zero.features.one_bit.{_LATER[name]}", f"{__name__}.{name}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *__all__})

@@ -21,6 +21,7 @@ from lt_zero.config.document import leaves
 from lt_zero.config.fsdp import AXES, BLOCK, verdicts
 from lt_zero.config.load import examine
 from tests.support.docs_tools import ROOT
+from tests.support.features import there
 from tests.support.pool import Pool
 
 FILES = Path(__file__).parent.parent / "data" / "fsdp_files"
@@ -183,6 +184,8 @@ def _trained(path: str) -> None:
     twin = nn.parallel.DistributedDataParallel(deepcopy(model))
     zero = json.loads(Path(path).read_text(encoding="utf-8"))
     zero |= {"gradient_accumulation_steps": 1, "gradient_clipping": 0}  # Accelerate fills what is "auto"
+    if not there("activation_checkpointing"):
+        del zero["activation_checkpointing"]
     made = torch.optim.AdamW(model.parameters(), lr=0.1)
     engine, *_ = lt_zero.initialize(model=model, optimizer=made, config=zero)
     plain = torch.optim.AdamW(twin.parameters(), lr=0.1)

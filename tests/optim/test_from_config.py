@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+import lt_zero.optim
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.optim import Lamb, Lion, WarmupLR, build_optimizer, build_scheduler, check_optimizer, check_scheduler
 from lt_zero.optim.adam import UncorrectedAdam
-from tests.support.features import needs
+from tests.support.features import there
 from tests.support.paths import DATA
 
 CONFIGS = DATA / "ds_configs"
@@ -397,7 +398,12 @@ def test_schedulers_raise_configuration_errors_only() -> None:
     assert outcomes.refused > 10
 
 
-@needs("one_bit")
+def test_public_names_are_those_that_are_installed() -> None:
+    assert [name for name in lt_zero.optim.__all__ if not hasattr(lt_zero.optim, name)] == []
+    assert set(lt_zero.optim.__all__) <= set(dir(lt_zero.optim))
+    assert ("OneBitAdam" in lt_zero.optim.__all__) == there("one_bit")
+
+
 def test_public_configurations() -> None:
     refused = {}
     for path in sorted(CONFIGS.glob("*.json")):
@@ -414,4 +420,5 @@ def test_public_configurations() -> None:
             refused[path.name] = keys(problems)
     assert refused
     clipping = "optimizer.params.max_grad_norm"
-    assert {tuple(found) for found in refused.values()} == {(clipping,)}
+    not_installed = set() if there("one_bit") else {("optimizer.type",)}
+    assert {tuple(found) for found in refused.values()} == {(clipping,), *not_installed}

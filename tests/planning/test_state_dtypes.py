@@ -18,9 +18,12 @@ from lt_zero.core.engine.storage_plan import HOST, NVME
 from lt_zero.planning.check import RESTING, measured
 from lt_zero.planning.forecast import GRADS, MASTER, MOMENTS, REDUCE, STATES, WEIGHTS
 from lt_zero.planning.state_dtypes import CHOICES, StateDtypes
+from tests.support.features import there
 from tests.support.pool import Pool
 
 WIDTH, ADAPTER, LAYERS = 128, 16, 4
+# Those whose feature is installed.
+INSTALLED = [choice for choice in CHOICES if there("quantize") or "quantize=" not in repr(choice.overrides)]
 OF_LAYER = WIDTH * WIDTH, WIDTH * ADAPTER  # parameters: of the matrix, of its adapter
 
 
@@ -48,7 +51,7 @@ def _config(choice: StateDtypes, stage: int, path: str) -> ZeroConfig:
 
 
 def _compare(stage: int, path: str) -> None:
-    for choice in CHOICES:
+    for choice in INSTALLED:
         if stage < choice.least:
             continue
         config = _config(choice, stage, path)
@@ -95,17 +98,22 @@ def _table(*arguments: str) -> tuple[dict[str, list[str]], str]:
 
 def test_the_command_has_a_row_for_each_choice() -> None:
     rows, text = _table("--params", "8e9", "--largest", "256e6", "--world", "8")
-    assert list(rows) == [choice.name for choice in CHOICES]
+    assert list(rows) == [choice.name for choice in INSTALLED]
+    missing = [choice.name for choice in CHOICES if choice not in INSTALLED]
+    assert [name for name in missing if f"{name}: quantize: " not in text] == [], "the reason is told"
     # Bytes of a parameter: the compute copy of all, and of each rank's part master weights, gradients, moments.
     assert [float(cell) for cell in rows["moments fp32"][:4]] == [144.0, 16 + 16, 16 + 16, 16.0]
     assert [float(cell) for cell in rows["moments bf16"][:4]] == [112.0, 16 + 12, 16 + 12, 12.0]
     assert float(rows["moments int8"][3]) == pytest.approx(8 + 2 * 260 / 256, abs=0.06)
     assert [float(cell) for cell in rows["all in bf16"][:4]] == [64.0, 16 + 6, 16 + 6, 8.0]
-    assert rows["frozen 4 bits, adapters"][:3] == ["-"] * 3
-    assert float(rows["frozen 4 bits, adapters"][3]) == pytest.approx(0.5625 + 0.16, abs=0.001)
+    assert float(rows["frozen bf16, adapters"][3]) == pytest.approx(2 + 0.16, abs=0.06)
     more, _ = _table("--params", "8e9", "--largest", "256e6", "--world", "8", "--adapters", "800M")
-    assert float(more["frozen 4 bits, adapters"][3]) == pytest.approx(0.5625 + 1.6, abs=0.06)
+    assert float(more["frozen bf16, adapters"][3]) == pytest.approx(2 + 1.6, abs=0.06)
     assert more["moments fp32"] == rows["moments fp32"]
+    if there("quantize"):
+        assert rows["frozen 4 bits, adapters"][:3] == ["-"] * 3
+        assert float(rows["frozen 4 bits, adapters"][3]) == pytest.approx(0.5625 + 0.16, abs=0.001)
+        assert float(more["frozen 4 bits, adapters"][3]) == pytest.approx(0.5625 + 1.6, abs=0.06)
     assert "bf16-true" in text
 
 
@@ -113,19 +121,19 @@ def test_what_contradicts_the_configuration_is_left_out_with_its_reason() -> Non
     rows, text = _table("--params", "1B", "--precision", "16-mixed", "--device", "cpu")
     assert "all in bf16" not in rows
     assert "all in bf16: " in text
-    assert len(rows) == len(CHOICES) - 1
+    assert len(rows) == len(INSTALLED) - 1
 
 
-def test_a_module_has_rows_of_few_bits_if_some_of_it_is_frozen() -> None:
+def test_a_module_has_rows_of_adapters_if_some_of_it_is_frozen() -> None:
     plain, _ = _table("--module", "tests.support.models:Net")
     assert not any("frozen" in name for name in plain)
     adapted, _ = _table("--module", "tests.planning.test_state_dtypes:SizedLayer.adapted")
-    assert "frozen 4 bits, adapters" in adapted
+    assert list(adapted) == [choice.name for choice in INSTALLED]
 
 
 def test_stages_of_a_pipeline_have_their_share_of_adapters() -> None:
     rows, _ = _table("--params", "8e9", "--world", "8", "--pipeline", "2", "--adapters", "800M")
-    assert float(rows["frozen 4 bits, adapters"][3]) == pytest.approx(0.5625 + 1.6, abs=0.06)
+    assert float(rows["frozen bf16, adapters"][3]) == pytest.approx(2 + 1.6, abs=0.06)
 
 
 SizedLayer.adapted = staticmethod(lambda: SizedLayer(True))  # type: ignore[attr-defined]

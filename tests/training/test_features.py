@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -174,6 +175,13 @@ def test_a_missing_name_and_command_say_what_is_missing(
     monkeypatch.delitem(vars(lt_zero), "EMA", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"lt_zero\.EMA is not installed: .* lt_zero\.features\.ema"):
         from lt_zero import EMA  # noqa: F401
+    without("lt_zero.features.one_bit.onebit")
+    with pytest.raises(ModuleNotFoundError, match=r"lt_zero\.optim\.OneBitAdam is not installed: .* lt_zero\.features"):
+        from lt_zero.optim import OneBitAdam  # noqa: F401
+    without("lt_zero.features.sparse_attention")
+    monkeypatch.delitem(sys.modules, "lt_zero.attention", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"lt_zero\.attention is not installed: .* lt_zero\.features"):
+        importlib.import_module("lt_zero.attention")
     without("lt_zero.tools.compare.compare")
     done = CliRunner().invoke(cli.app, ["compare", "a", "b"])
     assert done.exit_code == 1

@@ -524,6 +524,12 @@ def test_updates_are_due_by_steps(
 def test_what_cannot_be() -> None:
     with pytest.raises(ValueError, match=r"EMA\(decay=1.5\) is out of range"):
         EMA(decay=1.5)
+    with pytest.raises(TypeError, match=r"EMA\(decay=\.\.\.\) is '.9' \(str\): pass a number"):
+        EMA(decay=".9")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="every_n_steps.* is 2.5 .*whole number"):
+        EMA(every_n_steps=2.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="start_step.* is True"):
+        EMA(start_step=True)
     trainer = pl.Trainer(**QUIET, callbacks=[EMA()], max_steps=1)
     with pytest.raises(TypeError, match="Use ZeroStrategy, or Lightning's EMAWeightAveraging"):
         trainer.fit(Model())

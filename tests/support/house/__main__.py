@@ -14,6 +14,7 @@ from tests.support.house.imports import Package, between_parts, core_to_config, 
 from tests.support.house.loaded import by_part, fits, total
 from tests.support.house.parts import PARTS, is_optional, line_count, parts_of
 from tests.support.house.taken_out import take_out
+from tests.support.house.tested import verdicts
 from tests.support.paths import PACKAGE, ROOT
 
 Rows = list[dict[str, Any]]
@@ -76,6 +77,15 @@ def taken_out() -> Rows:
     ]
 
 
+def tested() -> Rows:
+    """Whether the fast tests pass without all features, and the tests of features without each one; about an hour."""
+    with tempfile.TemporaryDirectory() as place:
+        return [
+            {"without": gone, "passed": of.passed, "skipped for it": len(of.lacking), "failed": of.failed}
+            for gone, of in verdicts(ROOT, Path(place))
+        ]
+
+
 def entered_code() -> Rows:
     """The size of the functions that a step, a save, a load and a configuration enter, without common/."""
     from tests.support.house.entered import entered  # it imports torch, which the other measures do without here
@@ -89,7 +99,9 @@ MEASURES: dict[str, Callable[[], Rows]] = {
     "imports": imports,
     "taken-out": taken_out,
     "entered": entered_code,
+    "tested": tested,
 }
+LONG = ("tested",)
 
 
 def _sum(rows: Rows, *names: str) -> dict[str, Any]:
@@ -113,13 +125,13 @@ def _cell(value: Any) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.support.house", description=__doc__)
-    parser.add_argument("measures", nargs="*", help=f"of {', '.join(MEASURES)}; default: all")
+    parser.add_argument("measures", nargs="*", help=f"of {', '.join(MEASURES)}; default: all but {', '.join(LONG)}")
     parser.add_argument("--json", action="store_true", help="print one object of JSON, by measure")
     given = parser.parse_args(arguments)
     if unknown := [name for name in given.measures if name not in MEASURES]:
         parser.error(f"no measure {', '.join(unknown)}; there are {', '.join(MEASURES)}")
     found: dict[str, Rows] = {}
-    for name in given.measures or MEASURES:
+    for name in given.measures or [name for name in MEASURES if name not in LONG]:
         found[name] = MEASURES[name]()
         if not given.json:
             print(f"## {name}\n\n{MEASURES[name].__doc__}\n\n{table(found[name])}\n", flush=True)

@@ -1,8 +1,8 @@
 """A default fit on two ranks: two layers, AdamW, two steps, a checkpoint. Imports public names only, of any checkout.
 
-``python fit.py OUT STAGE:PACKAGE...`` takes a fit for each stage with the package in that folder, and from nowhere
+``python fit.py OUT LIMIT STAGE:PACKAGE...`` takes a fit for each stage with the package in that folder, from nowhere
 else: what an editable install would add is not found. What became of each goes to ``OUT``, a list of JSON: the files of
-the package that rank 0 has loaded, and the problem.
+the package that rank 0 has loaded, and the problem. A fit that has not ended after ``LIMIT`` seconds is a problem.
 """
 
 from __future__ import annotations
@@ -118,8 +118,12 @@ def _forked(rank: int, job: Job, port: int, folder: Path) -> int:
         os._exit(status)  # a process that ran backward with gloo may abort in its destructors
 
 
-def take(job: Job) -> Outcome:
-    """What became of a fit on all ranks."""
+def _late(*_: Any) -> None:
+    raise TimeoutError
+
+
+def take(job: Job, limit: int) -> Outcome:
+    """What became of a fit on all ranks, which may take ``limit`` seconds."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -127,30 +131,38 @@ def take(job: Job) -> Outcome:
         folder = Path(place)
         children = {_forked(rank, job, port, folder) for rank in range(RANKS)}
         status = 0
-        while children:
-            child, status = os.wait()
-            children.discard(child)
-            if status:
-                break
+        late = False
+        signal.alarm(limit)  # a forked process has none
+        try:
+            while children and not status:
+                child, status = os.wait()
+                children.discard(child)
+        except TimeoutError:
+            late = True
+        finally:
+            signal.alarm(0)
         for child in children:  # those that wait for a rank which has failed
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
+        if late:
+            return Outcome([], f"It has not ended after {limit} s.")
         if not status:
             return Outcome(json.loads((folder / "loaded-0.json").read_text(encoding="utf-8")), "")
         told = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("problem-*.txt"))]
         return Outcome([], told[0] if told else f"A rank ended with status {status}.")
 
 
-def main(out: Path, jobs: Sequence[Job]) -> None:
+def main(out: Path, limit: int, jobs: Sequence[Job]) -> None:
     """Write what became of each fit."""
     warnings.simplefilter("ignore")
     # Once, before ranks are forked; the first step of an optimizer imports the last one. The package is not imported.
     import lightning  # noqa: F401
     import torch._dynamo  # noqa: F401
 
-    out.write_text(json.dumps([take(job) for job in jobs]), encoding="utf-8")
+    signal.signal(signal.SIGALRM, _late)
+    out.write_text(json.dumps([take(job, limit) for job in jobs]), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    given = [argument.partition(":") for argument in sys.argv[2:]]
-    main(Path(sys.argv[1]), [Job(int(stage), Path(package)) for stage, _, package in given])
+    given = [argument.partition(":") for argument in sys.argv[3:]]
+    main(Path(sys.argv[1]), int(sys.argv[2]), [Job(int(stage), Path(package)) for stage, _, package in given])

@@ -79,15 +79,19 @@ class Package:
             else:
                 yield COMPUTED
 
-    def names_of(self, file: str) -> set[str]:
-        """The dotted names that a file imports, wherever the statement stands."""
-        return {name for node in ast.walk(self.trees[file]) for name in self.names_in(node, file)}
+    @functools.cached_property
+    def names(self) -> dict[str, set[str]]:
+        """The dotted names that each file imports, wherever the statement stands."""
+        return {
+            file: {name for node in ast.walk(tree) for name in self.names_in(node, file)}
+            for file, tree in self.trees.items()
+        }
 
     def imports(self) -> set[Import]:
         """All imports of files of the package; a file that imports itself is left out."""
         found = set[Import]()
         for file in self.files:
-            for name in self.names_of(file):
+            for name in self.names[file]:
                 other = COMPUTED if name == COMPUTED else self.file_of(name)
                 if other is not None and other != file:
                     found.add(Import(file, other))

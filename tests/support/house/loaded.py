@@ -26,15 +26,15 @@ class Loaded(NamedTuple):
     lines: int
 
 
-def fits(jobs: Sequence[Job]) -> list[Outcome]:
-    """What became of each fit; they are taken one after the other.
+def fits(jobs: Sequence[Job], limit: int = 120) -> list[Outcome]:
+    """What became of each fit; they are taken one after the other, and each may take ``limit`` seconds.
 
     Raises:
         subprocess.CalledProcessError: the process that starts the ranks has failed itself.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "outcomes.json")
-        command = [sys.executable, fit.__file__, str(out), *(f"{job.stage}:{job.package}" for job in jobs)]
+        command = [sys.executable, fit.__file__, str(out), str(limit), *(f"{job.stage}:{job.package}" for job in jobs)]
         subprocess.run(command, env=environment(**_SAME_EVERYWHERE), cwd=folder, capture_output=True, check=True)
         return [Outcome(*each) for each in json.loads(out.read_text(encoding="utf-8"))]
 

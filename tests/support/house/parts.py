@@ -40,16 +40,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "public": ("__init__", "attention", "cli", "inference", "ops", "optim/__init__", "utils", "zero"),
     "feature.activation_checkpointing": ("features/activation_checkpointing/",),
-    "feature.compression": (
-        "exchange/compression",
-        "exchange/encoded",
-        "exchange/error_feedback",
-        "features/compression/",
-        "kernels/codecs",
-        "kernels/huffman",
-        "kernels/quantize",
-        "kernels/sparsify",
-    ),
+    "feature.compression": ("features/compression/",),
+    # What compression, one_bit, quantize and zero_plus_plus share.
+    "feature.coded_exchange": ("exchange/compression", "exchange/encoded", "exchange/error_feedback"),
     "feature.ema": ("features/ema/",),
     "feature.experts": ("parallel/experts", "parallel/stacked_experts"),
     "feature.foreign_checkpoints": (

@@ -1,4 +1,4 @@
-"""Takes a part out of a copy of the package and its tests: what is left shall train."""
+"""Takes a part out of a copy of the package: what is left shall train."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.house.parts import PARTS, part_of
 
 
 class Removed(NamedTuple):
-    """What was removed with a part: how many files of the package, and how many of its tests."""
+    """How many files of the package were removed with a part, and how many files of tests cannot run without it."""
 
     files: int
     tests: int
@@ -21,23 +21,21 @@ class Removed(NamedTuple):
 def take_out(
     part: str, package: Package, suite: Package, folder: Path, parts: Mapping[str, tuple[str, ...]] = PARTS
 ) -> Removed:
-    """Copy a package and its tests into ``folder``, and remove the part from both copies.
+    """Copy a package into ``folder``, and remove the part from the copy.
 
     Args:
         part: its name in ``parts``.
         package: which the part is of.
-        suite: the tests; a file goes if it imports the part, or a file of the tests that does.
+        suite: the tests; those count that import the part, or a file of the tests that does.
         folder: empty or not there.
     """
-    for each in (package, suite):
-        shutil.copytree(each.folder, folder / each.name)  # with bytecode, or each copy would be compiled anew
+    copy = folder / package.name
+    shutil.copytree(package.folder, copy)  # with bytecode, or each copy would be compiled anew
     files = [path for file, path in package.files.items() if part_of(file, parts) == part]
-    tests = _tests_of(part, package, suite, parts)
-    for each, gone in ((package, files), (suite, tests)):
-        for path in gone:
-            (folder / each.name / path.relative_to(each.folder)).unlink()
-        _remove_empty(folder / each.name)
-    return Removed(len(files), len(tests))
+    for path in files:
+        (copy / path.relative_to(package.folder)).unlink()
+    _remove_empty(copy)
+    return Removed(len(files), len(_tests_of(part, package, suite, parts)))
 
 
 def feature_folders(package: Path) -> list[Path]:
@@ -68,18 +66,17 @@ def checkout_without_features(root: Path, folder: Path, gone: Iterable[Path]) ->
     return copy
 
 
-def _tests_of(part: str, package: Package, suite: Package, parts: Mapping[str, tuple[str, ...]]) -> list[Path]:
+def _tests_of(part: str, package: Package, suite: Package, parts: Mapping[str, tuple[str, ...]]) -> set[str]:
     """The files of the suite that import a file of the part, directly or through others of the suite."""
     lost = set[str]()
     importers = dict[str, set[str | None]]()
-    for file in suite.files:
-        names = suite.names_of(file)
+    for file, names in suite.names.items():
         importers[file] = {suite.file_of(name) for name in names}
         if any(other is not None and part_of(other, parts) == part for other in map(package.file_of, names)):
             lost.add(file)
     while more := {file for file, others in importers.items() if others & lost} - lost:
         lost |= more
-    return [suite.files[file] for file in sorted(lost)]
+    return lost
 
 
 def _remove_empty(folder: Path) -> None:

@@ -212,6 +212,21 @@ def test_runs_of_different_models(tmp_path: Path) -> None:
     assert (found.exit_code, "have no tensor in common" in found.output) == (2, True)
 
 
+def test_control_characters_in_names_of_tensors_are_shown(tmp_path: Path) -> None:
+    for name, size in (("one", 1.0), ("two", 2.0)):
+        (tmp_path / name).mkdir()
+        row = {"kind": "weight", "name": "a\x1b[2J", "dtype": "float32", "rows": 1, "numel": 4}
+        row |= {"squares": size, "largest": size, "products": [0.5, size]}
+        lines = [{"version": 2, "stage": 3, "ranks": 2}, *({"step": step, "tensors": [row]} for step in range(2))]
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        (tmp_path / name / "engine0.jsonl").write_text(text, encoding="utf-8")
+    app = Typer()
+    app.command()(compare_command)
+    found = CliRunner().invoke(app, [str(tmp_path / "one"), str(tmp_path / "two")])
+    assert "\x1b" not in found.output
+    assert r"\x1b[2J" in found.output.replace("\n", "")
+
+
 def test_damaged_records_are_named(tmp_path: Path) -> None:
     file = tmp_path / "engine0.jsonl"
     file.write_text('{"version": 2}\n', encoding="utf-8")

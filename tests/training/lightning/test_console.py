@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gc
 import io
-import json
 import logging
 import os
 import pickle
@@ -488,16 +487,7 @@ def test_commands_show_control_characters(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("step,zero/\x1b[2Jloss\n0,1.0\n1,0.5\n")
     torch.save({"a\x1b[2J": torch.ones(1), "net.b": torch.ones(1)}, tmp_path / "w.pt")
     out = str(tmp_path / "o.pt")
-    runs = [str(tmp_path / name) for name in ("a", "b")]
-    for number, run in enumerate(runs):
-        sizes = {"dtype": "float32", "rows": 1, "numel": 4, "products": [0.5, 1.0 + number]}
-        tensor = {"kind": "weight", "name": "a\x1b[2J", "largest": 1.0 + number, "squares": 1.0 + number, **sizes}
-        steps = [{"step": step, "tensors": [tensor]} for step in range(2)]
-        os.mkdir(run)
-        record = Path(run, "engine0.jsonl")
-        record.write_text("".join(json.dumps(line) + "\n" for line in ({"version": 2, "stage": 3, "ranks": 2}, *steps)))
     for command in (
-        ["compare", *runs],
         ["config", "check", str(tmp_path / "c.yaml")],
         ["config", "show", str(tmp_path / "c.yaml")],
         ["logs", str(tmp_path)],
