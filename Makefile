@@ -171,7 +171,7 @@ PROGRAMS ?= build/programs
 
 compat-programs: ## Run a tiny training of ms-swift and LLaMA-Factory at stages 2 and 3, each in an environment of its own
 	mkdir -p $(PROGRAMS)
-	tests/support/programs.sh $(PYTHON) $(PROGRAMS)
+	tests/support/programs.sh $(PYTHON) $(PROGRAMS) swift llamafactory
 
 DIST := dist
 RELEASE := build/release

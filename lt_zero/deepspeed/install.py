@@ -99,16 +99,19 @@ def as_deepspeed() -> ModuleType:
 
 
 def _forget_without_deepspeed() -> None:
-    """Let transformers and Accelerate be imported again if they were loaded with lt_zero, and found no DeepSpeed.
+    """Let transformers and Accelerate be imported again if torchmetrics has imported them, and they found no DeepSpeed.
 
     Lightning imports torchmetrics, and that transformers, which in some versions imports Accelerate; on import this
-    decides for good whether there is a DeepSpeed. What the program itself has imported before lt_zero stays.
+    decides for good whether there is a DeepSpeed. What the program itself has imported before stays.
     """
     utils = sys.modules.get("accelerate.utils")
     if utils is None or hasattr(utils, "DeepSpeedEngineWrapper"):
         return
-    in_order = list(sys.modules)  # of their imports
-    found = [name for name in in_order if name.partition(".")[0] in ("accelerate", "transformers")]
-    if in_order.index(found[0]) > in_order.index("lt_zero"):
+    # A module takes its place in sys.modules when its import ends: a package after all that it imports. So what
+    # torchmetrics has imported stands between the first of its own modules and itself.
+    places = {name: place for place, name in enumerate(sys.modules)}
+    found = [name for name in places if name.partition(".")[0] in ("accelerate", "transformers")]
+    began = min((place for name, place in places.items() if name.startswith("torchmetrics.")), default=len(places))
+    if began < places[found[0]] < places.get("torchmetrics", 0):
         for name in found:
             del sys.modules[name]

@@ -139,29 +139,56 @@ def test_deepspeed_itself_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> No
         lt_zero.as_deepspeed()
 
 
-@pytest.mark.parametrize(("before", "knows"), [(False, False), (True, False), (False, True)])
-def test_what_torchmetrics_imports_decides_nothing(monkeypatch: pytest.MonkeyPatch, before: bool, knows: bool) -> None:
+ASKS = "import importlib.util\nif importlib.util.find_spec('deepspeed'): DeepSpeedEngineWrapper = object"
+
+
+@pytest.mark.parametrize(
+    ("text", "utils", "imports", "kept", "knows"),
+    [
+        ("import transformers.utils", ASKS, ["torchmetrics"], False, True),
+        # What the program itself has imported stays, as it may hold names of it.
+        ("import transformers.utils", ASKS, ["transformers.utils", "torchmetrics"], True, False),
+        ("", ASKS, ["torchmetrics", "transformers.utils"], True, False),
+        ("", ASKS, ["transformers.utils"], True, False),
+        ("import transformers.utils", "DeepSpeedEngineWrapper = object", ["torchmetrics"], True, True),
+    ],
+)
+def test_what_torchmetrics_imports_decides_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, utils: str, imports: list[str], kept: bool, knows: bool
+) -> None:
     """Lightning imports it, it imports transformers, and that Accelerate, which asks on import for DeepSpeed."""
-    loaded = dict(sys.modules)
-    monkeypatch.setattr(
-        sys, "meta_path", [f for f in sys.meta_path if type(f).__module__ != "lt_zero.deepspeed.install"]
-    )
-    fakes = {
-        name: ModuleType(name) for name in ("transformers", "transformers.utils", "accelerate", "accelerate.utils")
+    packages = {
+        "torchmetrics": {
+            "__init__": "import torchmetrics.text",
+            "first": "",
+            "text": f"import torchmetrics.first\n{text}",
+        },
+        "transformers": {"__init__": "", "utils": "import accelerate.utils"},
+        "accelerate": {"__init__": "", "utils": utils},
     }
-    if knows:
-        fakes["accelerate.utils"].DeepSpeedEngineWrapper = object  # type: ignore[attr-defined]
+    for package, modules in packages.items():
+        (tmp_path / package).mkdir()
+        for module, source in modules.items():
+            (tmp_path / package / f"{module}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    finders = [f for f in sys.meta_path if type(f).__module__ != "lt_zero.deepspeed.install"]
+    monkeypatch.setattr(sys, "meta_path", finders)
+    monkeypatch.delitem(sys.modules, "deepspeed")
+    real = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in packages}
+    for name in real:
+        del sys.modules[name]
     try:
-        sys.modules.update(fakes)
-        if before:  # lt_zero is the last then
-            sys.modules["lt_zero"] = sys.modules.pop("lt_zero")
+        for name in imports:
+            importlib.import_module(name)
+        before = sys.modules["accelerate.utils"]
         lt_zero.as_deepspeed()
-        kept = [name for name in fakes if sys.modules.get(name) is fakes[name]]
+        after = importlib.import_module("accelerate.utils")
+        same, found = after is before, hasattr(after, "DeepSpeedEngineWrapper")
     finally:
-        for name in fakes:
-            sys.modules.pop(name, None)
-        sys.modules.update({name: module for name, module in loaded.items() if name not in sys.modules})
-    assert kept == (list(fakes) if before or knows else [])
+        for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+            del sys.modules[name]
+        sys.modules.update(real)
+    assert (same, found) == (kept, knows)
 
 
 def test_leaf_modules_are_gathered_as_one_unit(deepspeed: Any) -> None:

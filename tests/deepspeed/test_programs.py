@@ -113,7 +113,8 @@ def run(program: str, folder: Path, stage: int | None) -> list[tuple[float, floa
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_training_is_that_of_ddp(tmp_path: Path, program: str) -> None:
-    pytest.importorskip(program)
+    if find_spec(program) is None:  # one that is there and cannot be imported has to fail
+        pytest.skip(f"{program} is not installed")
     trl_script.write_models(tmp_path)
     wanted = run(program, tmp_path, None)
     assert len(wanted) == STEPS
