@@ -312,6 +312,7 @@ def bound_like_nccl(ranks: int) -> Iterator[tuple[World, list[str]]]:
         return make(members, timeout, "fake", **how)
 
     def split(parent: Any, parts: list[list[int]], timeout: Any) -> Any:
+        everywhere.append("split")
         (mine,) = (part for part in parts if dist.get_rank(parent) in part)
         with mock.patch.object(distributed_c10d, "_get_split_source", take):
             return make(mine, timeout, "fake")
@@ -331,26 +332,42 @@ def bound_like_nccl(ranks: int) -> Iterator[tuple[World, list[str]]]:
             yield World(group.world.process_group, CPU), everywhere
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"data": 128, "tensor": 8},
-        {"data": 64, "tensor": 8, "pipeline": 2},
-        {"data": 16, "tensor": 8, "pipeline": 8},
-        {"data": 1024, "expert": 64},
-        {"data": 128, "sequence": 8},
-    ],
-    ids=str,
-)
-def test_groups_of_gloo_cost_other_ranks_nothing(sizes: dict[str, int]) -> None:
-    """torch would split a communicator off the default group, an operation of all ranks, for each group of others."""
+MESHES: list[dict[str, int]] = [
+    {"data": 1024},
+    {"data": 128, "tensor": 8},
+    {"data": 16, "tensor": 8, "pipeline": 8},
+    {"data": 1, "pipeline": 1024},
+    {"data": 1024, "expert": 64},
+    {"data": 128, "sequence": 8},
+    {"data": 8, "sequence": 8, "tensor": 8, "pipeline": 2, "expert": 8},
+]
+
+
+def _make_groups(sizes: dict[str, int], config: ZeroConfig, world: World) -> None:
+    """Make the process groups that a rank of a mesh makes until training begins."""
+    ranks = ParallelSizes(**sizes)
+    groups: list[Any] = [ShardGroup.of_all(world)]
+    if not ranks.is_plain:
+        mesh = ParallelMesh(ranks, world)
+        groups += [mesh.peers, mesh._cut, mesh._experts.same if mesh._experts is not None else None]
+    for group in groups:
+        if group is not None:
+            configure_group(group, group_options(config), features_of(config))
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_all_ranks_take_part_in_no_operation_for_groups_of_others(sizes: dict[str, int]) -> None:
+    """They make one group of gloo, and split off what each of them gets.
+
+    torch would split a communicator off the default group, an operation of all ranks, for each group of gloo that other
+    ranks make: some of these meshes would need 2,000 of them.
+    """
     with bound_like_nccl(1024) as (world, everywhere):
-        ParallelMesh(ParallelSizes(**sizes), world)
+        _make_groups(sizes, ZeroConfig.of({"zero_optimization": {"stage": 3}}), world)
         made = [dist.get_process_group_ranks(group) for group in world.process_groups]
         assert dist.group.WORLD.bound_device_id == GPU
-    assert "split for others" not in everywhere
-    assert everywhere.count("gloo") <= 2
-    assert sum(len(ranks) == 1 for ranks in made) <= 1  # axes of one rank share a group
+    assert Counter(everywhere) == {"gloo": 1, "split": world.communicators.number}
+    assert sum(len(ranks) == 1 for ranks in made) <= 2  # axes of one rank share a group of each backend
 
 
 def _communicators(sizes: dict[str, int], zero: dict[str, Any] | None = None) -> Counter[int]:
@@ -359,20 +376,13 @@ def _communicators(sizes: dict[str, int], zero: dict[str, Any] | None = None) ->
     Each takes 3 MiB of the device.
     """
     made = list[dist.ProcessGroup]()
-    ranks = ParallelSizes(**sizes)
     config = ZeroConfig.of({"zero_optimization": zero or {}})
     with (
         bound_like_nccl(1024) as (world, _),
         mock.patch.object(process_groups, "_connect", lambda group, *_: made.append(group)),
         mock.patch.object(accelerator, "taken_beside", side_effect=lambda device: (100 + 3 * len(made)) << 20),
     ):
-        groups: list[Any] = [ShardGroup.of_all(world)]
-        if not ranks.is_plain:
-            mesh = ParallelMesh(ranks, world)
-            groups += [mesh.peers, mesh._cut, mesh._experts.same if mesh._experts is not None else None]
-        for group in groups:
-            if group is not None:
-                configure_group(group, group_options(config), features_of(config))
+        _make_groups(sizes, config, world)
         assert world.communicators == Communicators(len(made), 3 * len(made) << 20)
         return Counter([world.size, *map(dist.get_world_size, made)])  # the world's own was connected before
 
@@ -410,19 +420,7 @@ def test_a_rank_of_a_mesh_has_as_few_communicators_as_may_be(
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"data": 1024},
-        {"data": 128, "tensor": 8},
-        {"data": 16, "tensor": 8, "pipeline": 8},
-        {"data": 1, "pipeline": 1024},
-        {"data": 1024, "expert": 64},
-        {"data": 128, "sequence": 8},
-        {"data": 8, "sequence": 8, "tensor": 8, "pipeline": 2, "expert": 8},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_forecasts_count_communicators(sizes: dict[str, int], zero: dict[str, Any]) -> None:
     skip_without(zero)
     config = ZeroConfig.of({"zero_optimization": zero})
