@@ -54,6 +54,10 @@ class FrozenDict(dict[str, Any]):
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise TypeError("A configuration is frozen. Make another: ZeroConfig.of(config, overrides=[...]).")
 
+    def __hash__(self) -> int:  # type: ignore[override]
+        # Values may be lists. Equal mappings have the same keys.
+        return hash(frozenset(self))
+
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
     def __reduce__(self) -> Any:  # pickle and deepcopy would set the items of a dict

@@ -85,6 +85,19 @@ _TABLE = (
 )
 
 
+def table() -> tuple[Entry, ...]:
+    """All features in their order: lt_zero's, then those that packages have added.
+
+    Raises:
+        ValueError: a package's feature has a name of lt_zero's.
+    """
+    own = {entry.name for entry in _TABLE}
+    for entry in registered():
+        if entry.name in own:
+            raise ValueError(f"register({entry.name!r}): lt_zero has a feature of this name: rename yours.")
+    return (*_TABLE, *registered())
+
+
 def is_installed(folder: str) -> bool:
     """True if the feature of that folder is there: what plans suggest has to be."""
     found = importlib.util.find_spec(f"{__name__}.{folder}")
@@ -100,7 +113,7 @@ def features_of(config: Any) -> list[Feature]:
         ConfigError: one is not installed; names its key.
     """
     found: dict[str, Feature] = {}
-    for entry in (*_TABLE, *registered()):
+    for entry in table():
         if entry.place not in found and entry.is_asked(config):
             found[entry.place] = load(entry.place, entry.key, entry.name)(config)
     return list(found.values())

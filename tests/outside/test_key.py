@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typer.testing import CliRunner
 
 import lt_zero
-from lt_zero import ConfigError, ZeroConfig
+from lt_zero import ConfigError, ZeroConfig, cli
 from lt_zero.config.applicability import check_same
 from lt_zero.config.catalog import explain, json_schema
 from lt_zero.config.load import examine, plain, resolved, shown
 from lt_zero.core.comm.world import World
-from lt_zero.core.feature import Block, Entry, Real, register, registered
+from lt_zero.core.feature import Block, Entry, Real, register, registered, unregister
 from lt_zero.features import features_of
 from tests.outside import noise
 from tests.support.models import Net, next_token_loss
@@ -129,6 +131,32 @@ def test_without_the_package_the_key_is_unknown() -> None:
     with features(noise.ENTRY):
         assert features_of(plainly) == [], "one that was made before does not ask for it"
         assert ZeroConfig.of(plainly)["noise"].scale == 0, "one that was made before gets the key"
+
+
+def test_the_command_imports_what_registers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    text = "from lt_zero.core.feature import register\nfrom tests.outside.noise import ENTRY\nregister(ENTRY)\n"
+    Path("registers_noise.py").write_text(text, encoding="utf-8")
+    Path("zero.yaml").write_text("zero_optimization: {stage: 2}\nnoise: {scale: 0.1}\n", encoding="utf-8")
+
+    def told(*before: str) -> tuple[int, str]:
+        done = CliRunner().invoke(cli.app, [*before, "config", "check", "zero.yaml"])
+        return done.exit_code, done.output
+
+    code, output = told()
+    assert (code, "noise is not a key of lt_zero" in output) == (1, True)
+    code, output = told("--import", "not_there")
+    assert code == 1
+    assert (
+        output == "lt-zero --import not_there: there is no module not_there. Install it, or name one of this folder.\n"
+    )
+    try:
+        code, output = told("--import", "registers_noise")
+        assert (code, output.splitlines()[1].split()) == (0, ["works", "0.1", "noise.scale"])
+    finally:
+        unregister("noise")
+        sys.modules.pop("registers_noise", None)
 
 
 class Needy(Block):

@@ -24,6 +24,7 @@ from lt_zero.core.feature import Entry, Feature, PlaceInRun, register, unregiste
 from lt_zero.core.followers import Figure
 from tests.support.lightning_tools import FULL, sharded_trainer, trust
 from tests.support.matrix import only
+from tests.support.outside import features
 from tests.support.pool import Pool
 
 SEEN: list[tuple[PlaceInRun, float]] = []  # the runs, and the first weight when the feature began to watch
@@ -190,6 +191,21 @@ def test_a_library_that_a_feature_lacks_is_named_itself(monkeypatch: pytest.Monk
             lt_zero.shard(nn.Linear(2, 1), {})
     finally:
         unregister("lacking")
+
+
+@pytest.mark.parametrize("place", ["tests.outside.noise:Noisy", "tests.outside.noise"])
+def test_a_class_that_is_not_at_its_place_is_named(place: str) -> None:
+    with features(Entry("noisy", place, "noisy", lambda config: True)), pytest.raises(lt_zero.ConfigError) as caught:
+        lt_zero.shard(nn.Linear(2, 1), {})
+    (problem,) = caught.value.problems
+    assert problem.key == "noisy"
+    assert problem.message.startswith(f"noisy: noisy is to be at {place!r}, and tests.outside.noise has no ")
+
+
+def test_names_of_own_features_are_taken() -> None:
+    entry = Entry("gradient compression", "nowhere:Nothing", "mine", lambda config: False)
+    with features(entry), pytest.raises(ValueError, match="'gradient compression'.*lt_zero has a feature of this name"):
+        lt_zero.shard(nn.Linear(2, 1), {})
 
 
 def test_a_name_is_registered_once() -> None:

@@ -197,7 +197,7 @@ class Compile(Block):
 
     disable: bool = key(True, "whether nothing is compiled; false if only other keys of the block are written")
     backend: str = key("inductor", "backend of torch.compile", min_length=1)
-    kwargs: Params = key({}, "further arguments of torch.compile, such as dynamic or mode")
+    kwargs: Params = key({}, "further arguments of torch.compile, such as dynamic or mode", validate_default=True)
 
     @model_validator(mode="before")
     @classmethod
