@@ -19,9 +19,13 @@ from typing_extensions import override
 
 import lt_zero
 from lt_zero import cli
+from lt_zero.config.catalog import explain
+from lt_zero.config.document import Document
+from lt_zero.config.load import validate, with_own_blocks
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.feature import Entry, Feature, PlaceInRun, register, unregister
 from lt_zero.core.followers import Figure
+from lt_zero.features import asks, own_blocks
 from tests.support.lightning_tools import FULL, sharded_trainer, trust
 from tests.support.matrix import only
 from tests.support.outside import features
@@ -166,6 +170,29 @@ def test_a_key_of_a_missing_feature_says_what_is_missing(
     without("lt_zero.tools.compare.feature")
     monkeypatch.setenv("LT_ZERO_RECORD", "runs")
     assert "LT_ZERO_RECORD: the record of a run is not installed" in refused({})
+
+
+def test_a_block_of_a_missing_feature_says_what_is_missing(without: Callable[[str], None]) -> None:
+    without("lt_zero.features.tiles.keys")
+    own_blocks.cache_clear()
+    try:
+        schema = with_own_blocks()
+        document = Document({"long_sequences": {"tiled_mlp": True}})
+        assert validate(document, schema) is None
+        off = validate(Document({"long_sequences": False, "zero_optimization": {"stage": 2}}), schema)
+        told = explain("long_sequences.tiled_mlp")
+    finally:
+        own_blocks.cache_clear()
+    (problem,) = document.problems
+    assert problem.key == "long_sequences"
+    assert problem.message == told
+    missing = (
+        r"long_sequences: computation in tiles is not installed, there is no module lt_zero\.features\.tiles(\.keys)?"
+    )
+    assert re.match(missing, told)
+    assert off is not None
+    assert off.zero_optimization.stage == 2
+    assert not asks(off, "long_sequences")
 
 
 def test_a_missing_name_and_command_say_what_is_missing(
