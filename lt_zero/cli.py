@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import sys
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,8 +33,34 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and end.")
     ] = False,
+    modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import",
+            metavar="MODULE",
+            help="Import a module that registers features or transports of your own, so that their keys are known. "
+            "May be written several times.",
+        ),
+    ] = None,
 ) -> None:
     """ZeRO for PyTorch Lightning."""
+    for module in modules or ():
+        _register_from(module)
+
+
+def _register_from(module: str) -> None:
+    """Import a module of the user's, installed or in the current folder; end with status 1 if there is none."""
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (missing := missing_part(module, error)) is None:
+            raise
+        text = f"lt-zero --import {module}: there is no module {missing}. Install it, or name one of this folder."
+        typer.echo(printable(text), err=True)
+        raise typer.Exit(1) from None
 
 
 def _import(module: str, name: str) -> Any:

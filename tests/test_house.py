@@ -50,6 +50,7 @@ FILES = {
 }
 PARTS = {"core.engine": ("core/",), "config": ("config/",), "feature.tiles": ("tiles/",), "public": ("__init__",)}
 LOSS = "tiles/loss"
+MOST_OF_KEYS = 10_000  # bytes of a file that is loaded although its feature is off
 
 
 @pytest.fixture
@@ -211,10 +212,14 @@ def test_a_fit_takes_the_package_from_its_folder_only(outcomes: list[Outcome]) -
 
 
 def test_a_default_fit_runs_without_any_feature(outcomes: list[Outcome]) -> None:
-    """It loads the same files as with all of them there."""
+    """It loads the same files as with all of them there, but for those that say which keys a feature brings."""
     files, problem = outcomes[2]
     assert not problem
-    assert files == outcomes[0].files
+    more = sorted(set(outcomes[0].files) - set(files))
+    folders = [file.removesuffix("/keys") for file in more if file.endswith("/keys")]
+    assert sorted([*(f"{folder}/__init__" for folder in folders), *(f"{folder}/keys" for folder in folders)]) == more
+    assert set(files) <= set(outcomes[0].files)
+    assert all((PACKAGE / f"{file}.py").stat().st_size < MOST_OF_KEYS for file in more)
 
 
 @pytest.mark.slow

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NoReturn, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, NamedTuple, NoReturn, Union, get_args, get_origin
 
 import torch
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic.fields import FieldInfo
 
+from lt_zero.common.errors import Problem
 from lt_zero.common.numbers import to_number, to_whole_number
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -54,6 +55,10 @@ class FrozenDict(dict[str, Any]):
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise TypeError("A configuration is frozen. Make another: ZeroConfig.of(config, overrides=[...]).")
 
+    def __hash__(self) -> int:  # type: ignore[override]
+        # Values may be lists. Equal mappings have the same keys.
+        return hash(frozenset(self))
+
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
     def __reduce__(self) -> Any:  # pickle and deepcopy would set the items of a dict
@@ -93,11 +98,21 @@ Positive = Annotated[int, BeforeValidator(to_whole_number), Field(gt=0, strict=T
 Real = Annotated[float, BeforeValidator(to_number), Field(strict=True, allow_inf_nan=False)]
 Params = Annotated[dict[str, Any], AfterValidator(FrozenDict)]
 lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
+off_if_false = BeforeValidator(lambda value: {} if value in (False, "none") else value)  # of a block
 # One name is a list of one.
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+class IdleKeys(NamedTuple):
+    """A rule about keys that have no effect."""
+
+    applies: bool
+    block: str  # dotted
+    names: str  # of keys in it, with spaces between them; "": all
+    why: str
 
 
 def key(default: Any, description: str, **more: Any) -> Any:
@@ -115,6 +130,22 @@ class Block(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, arbitrary_types_allowed=True)
 
     place: ClassVar[str] = ""  # the block's dotted key in a configuration; "" for the whole and for items of lists
+
+    @classmethod
+    def at_top(cls) -> tuple[Any, Any]:
+        """The type and default of the key at the top level that holds this block, for a block that a feature brings.
+
+        By default the key is described by the first line of the docstring.
+        """
+        return cls, key(cls(), (cls.__doc__ or "").partition("\n")[0].removesuffix("."))
+
+    def problems_in(self, config: Any) -> Iterator[Problem]:
+        """Find what is wrong with a configuration that has this block, for a block that a feature brings."""
+        return iter(())
+
+    def idle_in(self, config: Any) -> Iterable[IdleKeys]:
+        """Tell which keys of this block have no effect in a configuration, for a block that a feature brings."""
+        return ()
 
     def __getitem__(self, key: str) -> Any:
         """The value of a key. Raises KeyError: there is no such key."""

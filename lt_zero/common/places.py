@@ -41,7 +41,7 @@ def load(place: str, key: str, feature: str) -> Any:
         feature: name of the feature, in texts.
 
     Raises:
-        ConfigError: the feature is not installed; names the key.
+        ConfigError: the feature is not installed, or its module lacks the name; names the key.
     """
     module, _, name = place.partition(":")
     try:
@@ -51,4 +51,9 @@ def load(place: str, key: str, feature: str) -> Any:
             raise  # the feature is there, and lacks a library
         text = f"{key}: {feature} is not installed, there is no module {missing}. Install lt_zero with it, or remove"
         raise ConfigError.about(key, f"{text} {key}.") from error
+    if not hasattr(found, name):
+        text = (
+            f"{key}: {feature} is to be at {place!r}, and {module} has no {name or 'name after a colon'}. Correct the"
+        )
+        raise ConfigError.about(key, f"{text} place, or install a version that has it.")
     return getattr(found, name)

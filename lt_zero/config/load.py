@@ -10,13 +10,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, reduce
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from pydantic import PrivateAttr, ValidationError, create_model, model_validator
+from pydantic import BeforeValidator, PrivateAttr, ValidationError, WithJsonSchema, create_model, model_validator
 
 from lt_zero.common.errors import BLOCK_CHECKS, MOST_SHOWN, Check, ConfigError, Mark, Path, Problem, dotted, path_of
 from lt_zero.common.fields import Block, block_of, item_block_of, key, keys_of, scalars, set_places, thawed
-from lt_zero.common.places import load
 from lt_zero.common.users_code import warn
 from lt_zero.common.variables import check_variables
 from lt_zero.config.blocks import ActivationCheckpointing, Schema, ZeroOptimization
@@ -26,7 +25,7 @@ from lt_zero.config.keys import NO_EFFECT, below, classify, lookup, rename
 from lt_zero.config.overrides import apply
 from lt_zero.config.read import read
 from lt_zero.config.rules import contradictions, inactive
-from lt_zero.core.feature import blocks, registered
+from lt_zero.features import own_blocks, registered_blocks
 
 # Rank of the process and of the node; some launchers set only one.
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -42,6 +41,7 @@ _UNSHARDED = Notice(
 )
 
 
+NOTHING: dict[str, Any] = {"not": {}}  # JSON Schema of what no value fits
 BlocksOfFeatures = tuple[tuple[str, type[Block]], ...]  # with their keys
 
 
@@ -49,7 +49,38 @@ class ConfigWarning(UserWarning):
     """A key was renamed or has no effect."""
 
 
-class ZeroConfig(Schema):
+def _refusal(missing: ConfigError) -> Callable[[Any], Any]:
+    """A validator for the key of a feature that is not installed: ``missing`` unless it is off."""
+
+    def refuse(value: Any) -> Any:
+        if value is None or value is False:
+            return None
+        raise missing
+
+    return refuse
+
+
+def _key_of(block: type[Block] | ConfigError) -> tuple[Any, Any]:
+    """The type and default of a key whose block one of lt_zero's features brings, or would bring."""
+    if isinstance(block, ConfigError):
+        return Annotated[Any, BeforeValidator(_refusal(block)), WithJsonSchema(NOTHING)], key(None, "")
+    return block.at_top()
+
+
+def with_own_blocks() -> type[Schema]:
+    """``Schema`` with the blocks that lt_zero's features bring, in the places that it has for them."""
+    fields: dict[str, Any] = {name: _key_of(block) for name, block in own_blocks().items()}
+    made: type[Schema] = create_model("Schema", __base__=Schema, __doc__=Schema.__doc__, **fields)
+    return made
+
+
+if TYPE_CHECKING:
+    _Schema = Schema
+else:
+    _Schema = with_own_blocks()
+
+
+class ZeroConfig(_Schema):
     """Everything that can be configured.
 
     >>> ZeroConfig.of({"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e7"}}).zero_optimization.stage
@@ -84,11 +115,7 @@ class ZeroConfig(Schema):
 
     @model_validator(mode="after")
     def _consistent(self) -> ZeroConfig:
-        problems = list(contradictions(self))
-        for entry in registered():
-            if entry.is_asked(self):
-                problems += load(entry.place, entry.key, entry.name)(self).rules()
-        if problems:
+        if problems := list(contradictions(self)):
             raise ConfigError(problems)
         return self
 
@@ -134,7 +161,7 @@ set_places(ZeroConfig)
 
 def current_schema() -> type[ZeroConfig]:
     """``ZeroConfig`` with the blocks that registered features bring, as if they stood in its class."""
-    return _schema_with(tuple(blocks().items()))
+    return _schema_with(tuple(registered_blocks().items()))
 
 
 @cache
@@ -154,12 +181,11 @@ def _schema_with(of_features: BlocksOfFeatures) -> type[ZeroConfig]:
         if name in keys_of(ZeroConfig) or hasattr(ZeroConfig, name) or lookup((name,)) is not None or below((name,)):
             raise ValueError(f"register(Entry(key={name!r})): lt_zero or DeepSpeed has this key. Name it otherwise.")
         try:
-            default = block()
+            fields[name] = block.at_top()
         except ValidationError as error:
             lacks = dotted((name, *error.errors()[0]["loc"]))
             text = f"{lacks} has no default. Give it one: the feature is off then."
             raise ValueError(f"register(Entry(block={block.__name__})): {text}") from error
-        fields[name] = (block, key(default, (block.__doc__ or "").partition("\n")[0].removesuffix(".")))
     made: type[ZeroConfig] = create_model("ZeroConfig", __base__=ZeroConfig, __doc__=ZeroConfig.__doc__, **fields)
     made.of_features = of_features
     set_places(made)

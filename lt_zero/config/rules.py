@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,16 +9,15 @@ from typing import Any
 import torch
 
 from lt_zero.common.errors import Path, Problem, dotted
-from lt_zero.config.blocks import SPARSE_MODES, ActivationCheckpointing, Schema, SparseAttention, operation_of
+from lt_zero.common.fields import Block
+from lt_zero.config.blocks import ActivationCheckpointing, Schema, operation_of
 from lt_zero.config.blocks.schema import ONE_BIT
 from lt_zero.config.document import leaves
 from lt_zero.core.comm.options import OPERATIONS
+from lt_zero.features import asks, blocks
 
 ZERO = "zero_optimization"
 ACTIVATIONS = "activation_checkpointing"
-SPARSE = "sparse_attention"
-LONG = "long_sequences"
-_CAUSAL = "unidirectional"
 _WHOLE = ("muon", "adafactor")  # configurable optimizers that need whole matrices
 
 
@@ -39,17 +37,12 @@ def contradictions(config: Schema) -> Iterator[Problem]:
             "one of them.",
         )
     yield from _sharding(config)
-    yield from _compression(config)
+    yield from _quantized_sums(config)
     yield from _one_bit(config)
     yield from _tolerance(config)
     yield from _parallel(config)
     yield from _precision(config)
     yield from _offload(config)
-    yield from _sparse_attention(config)
-    if config.long_sequences.tiled_mlp and config.activation_checkpointing.mode == "selective":
-        text = f"{LONG}.tiled_mlp=true and {ACTIVATIONS}.mode='selective' contradict each other: that mode keeps the"
-        remedy = "products of all tiles, so no memory would be saved. Write 'full' or 'none', or leave out tiled_mlp."
-        yield Problem(f"{LONG}.tiled_mlp", f"{text} {remedy}")
     unknown = [name for name in config.comms_logger.prof_ops if operation_of(name) is None]
     if unknown:
         text = f"comms_logger.prof_ops has {unknown[0]!r}, which is not a collective of lt_zero. Choose from "
@@ -64,6 +57,8 @@ def contradictions(config: Schema) -> Iterator[Problem]:
         if saved.memory_budget is not None and given != ActivationCheckpointing.model_fields[name].default:
             text = f"{ACTIVATIONS}.{name}={given} fixes what memory_budget={saved.memory_budget:g} chooses: which"
             yield Problem(f"{ACTIVATIONS}.{name}", f"{text} modules keep saved inputs only. Remove one of them.")
+    for block in _blocks_of_features(config):
+        yield from block.problems_in(config)
     if config.checkpoint.async_save and not config.sharded_checkpoints:
         yield Problem(
             "checkpoint.async",
@@ -71,6 +66,12 @@ def contradictions(config: Schema) -> Iterator[Problem]:
             f"{config.checkpoint.format!r}, stage {config.zero_optimization.stage}): set checkpoint.format='sharded', "
             "or use Lightning's AsyncCheckpointIO.",
         )
+
+
+def _blocks_of_features(config: Schema) -> list[Block]:
+    """The blocks that features bring, also registered ones, as far as they are not null."""
+    values = (getattr(config, name, None) for name in blocks())
+    return [value for value in values if isinstance(value, Block)]
 
 
 def _sharding(config: Schema) -> Iterator[Problem]:
@@ -98,21 +99,10 @@ def _sharding(config: Schema) -> Iterator[Problem]:
         )
 
 
-def _compression(config: Schema) -> Iterator[Problem]:
-    block = config.gradient_compression
+def _quantized_sums(config: Schema) -> Iterator[Problem]:
     zero = config.zero_optimization
-    key = "gradient_compression.algorithm"
     groups = f"{ZERO}.{zero.replicas_by}={getattr(zero, zero.replicas_by)}" if zero.replicas_by else ""
-    if block.algorithm != "none" and zero.stage > 0 and groups:
-        yield Problem(
-            key,
-            f"{key}={block.algorithm!r} compresses the exchange of all ranks, and {groups} sums in two steps. Remove "
-            "one of them; hierarchical_compress sums inside nodes.",
-        )
     quantized, size = f"{ZERO}.zero_quantized_gradients", zero.zero_hpz_partition_size
-    if zero.stage > 0 and zero.zero_quantized_gradients and block.algorithm != "none":
-        text = f"{key}={block.algorithm!r} and {quantized}=true both say how gradients are sent"
-        yield Problem(key, f"{text}. Remove one of them.")
     if zero.stage > 0 and groups:
         if zero.zero_quantized_gradients:
             text = f"{quantized}=true sums over all ranks, and {groups} in two steps"
@@ -128,7 +118,7 @@ def _tolerance(config: Schema) -> Iterator[Problem]:
     """Exchanges beside the sums that slow_node_tolerance lets go on without late ranks."""
     share, zero = config.communication.slow_node_tolerance, config.zero_optimization
     others = {
-        "gradient_compression.algorithm": config.gradient_compression.algorithm != "none",
+        "gradient_compression.algorithm": asks(config, "gradient_compression.algorithm"),
         "optimizer.type": bool(config.one_bit),
         f"{ZERO}.zero_quantized_gradients": zero.stage > 0 and zero.zero_quantized_gradients,
     }
@@ -160,8 +150,8 @@ def _one_bit(config: Schema) -> Iterator[Problem]:
         )
     clash = {
         "gradient_compression.algorithm": (
-            config.gradient_compression.algorithm != "none",
-            config.gradient_compression.algorithm,
+            asks(config, "gradient_compression.algorithm"),
+            getattr(config.gradient_compression, "algorithm", "none"),
             "gradients are not exchanged",
         ),
         f"{ZERO}.offload_optimizer.device": (
@@ -200,14 +190,10 @@ def _parallel(config: Schema) -> Iterator[Problem]:
     key, size = next(((key, size) for key, size in sizes.items() if size > 1), ("", 1))
     if size == 1:
         return
-    asked = {
-        "gradient_compression.algorithm": config.gradient_compression.algorithm != "none",
-        "communication.slow_node_tolerance": config.communication.slow_node_tolerance > 0,
-        "optimizer.type": bool(config.one_bit),
-    }
     parts = key == "sequence_parallel_size"
     needs = "gradients of whole sequences on each rank" if parts else "the same parameters on all ranks"
-    for other in (other for other, wanted in asked.items() if wanted):
+    exchanges = ("gradient_compression.algorithm", "communication.slow_node_tolerance", "optimizer.type")
+    for other in (other for other in exchanges if asks(config, other)):
         text = f"{key}={size}: {other} needs {needs}. Remove one of them."
         yield Problem(other, text)
 
@@ -218,9 +204,9 @@ def _sequence_parallel(config: Schema) -> Iterator[Problem]:
     block = config.sequence_parallel
     if size == 1:
         return
-    if config.sparse_attention is not None:
-        text = f"{key}={size}: {SPARSE} needs whole sequences on each rank. Remove one of them, or call "
-        yield Problem(SPARSE, f"{text}lt_zero.attention.sparse_attention in the model.")
+    if asks(config, "sparse_attention"):
+        text = f"{key}={size}: sparse_attention needs whole sequences on each rank. Remove one of them, or call "
+        yield Problem("sparse_attention", f"{text}lt_zero.attention.sparse_attention in the model.")
     if size % block.gather:
         text = f"sequence_parallel.gather={block.gather} does not divide {key}={size}. Use a divisor."
         yield Problem("sequence_parallel.gather", text)
@@ -278,56 +264,6 @@ def _offload(config: Schema) -> Iterator[Problem]:
         )
 
 
-def _sparse_attention(config: Schema) -> Iterator[Problem]:
-    block = config.sparse_attention
-    if block is None:
-        return
-    taken = SPARSE_MODES[block.mode]
-    for name in type(block).model_fields:
-        value = getattr(block, name)
-        if name in block.model_fields_set and name not in ("mode", *taken) and value is not None:
-            modes = ", ".join(mode for mode, keys in SPARSE_MODES.items() if name in keys)
-            text = f"{SPARSE}.{name}={json.dumps(value)} is no key of {SPARSE}.mode={block.mode!r}"
-            text = f"{text}, which takes {', '.join(taken)}"
-            yield Problem(f"{SPARSE}.{name}", f"{text}. Remove it, or set a mode that has it: {modes}.")
-    if "horizontal_global_attention" in taken and block.horizontal_global_attention and block.attention == _CAUSAL:
-        text = f"{SPARSE}.horizontal_global_attention=true lets global blocks attend to later ones"
-        remedy = f"{SPARSE}.attention={_CAUSAL!r} forbids. Remove one of them."
-        yield Problem(f"{SPARSE}.horizontal_global_attention", f"{text}, which {remedy}")
-    if block.mode == "fixed":
-        yield from _fixed_attention(block)
-    starts, ends = block.global_block_indices, block.global_block_end_indices
-    if "global_block_end_indices" not in taken or ends is None:
-        return
-    key = f"{SPARSE}.global_block_end_indices"
-    both = f"{key}={json.dumps(ends)} and {SPARSE}.global_block_indices={json.dumps(starts)}"
-    if len(starts) != len(ends):
-        yield Problem(key, f"{both} are not as many. Write one end for each start.")
-    elif empty := [(start, end) for start, end in zip(starts, ends, strict=True) if start >= end]:
-        text = f"{both} make a range from {empty[0][0]} to {empty[0][1]}, which is empty"
-        yield Problem(key, f"{text}: an end is the block after the range. Write {empty[0][0] + 1} or more.")
-
-
-def _fixed_attention(block: SparseAttention) -> Iterator[Problem]:
-    window = block.num_local_blocks
-    share = block.num_global_blocks
-    patterns = block.num_different_global_patterns
-    local, key = f"{SPARSE}.num_local_blocks={window}", f"{SPARSE}.num_different_global_patterns"
-    if share == 0:
-        text = f"{SPARSE}.num_global_blocks=0, but with {SPARSE}.mode='fixed' each window has global blocks"
-        yield Problem(f"{SPARSE}.num_global_blocks", f"{text}. Write 1 or more, or set mode to local_sliding_window.")
-    elif window % share:
-        fitting = window + share - window % share
-        text = f"{local} is not divisible by {SPARSE}.num_global_blocks={share}"
-        yield Problem(f"{SPARSE}.num_local_blocks", f"{text}. Write a multiple of it, such as {fitting}.")
-    elif patterns > window // share:
-        text = f"{key}={patterns}, but a window of {local} has {window // share} groups of "
-        yield Problem(key, f"{text}{SPARSE}.num_global_blocks={share}. Write at most {window // share}.")
-    if patterns > 1 and not block.different_layout_per_head:
-        text = f"{key}={patterns} needs {SPARSE}.different_layout_per_head=true: all heads have one layout without it"
-        yield Problem(key, f"{text}. Set it, or remove {key}.")
-
-
 # ---- keys without effect ---------------------------------------------------------------------------------------------
 
 
@@ -336,7 +272,8 @@ def inactive(config: Schema, written: Mapping[str, Any]) -> Iterator[tuple[Path,
 
     Skips blocks with ``enabled: false``, where that is expected.
     """
-    rules = (*_inactive_sharding(config), *_inactive_activations(config), *_inactive_elsewhere(config))
+    own = (*_inactive_sharding(config), *_inactive_activations(config), *_inactive_elsewhere(config))
+    rules = (*own, *(rule for block in _blocks_of_features(config) for rule in block.idle_in(config)))
     reasons = [rule for rule in rules if rule[0]]
     for path, _ in leaves(written, lists=False):
         block, name = dotted(path[:-1]), str(path[-1])
@@ -426,13 +363,8 @@ def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
     zero, saved = config.zero_optimization, config.activation_checkpointing
     uses_files = "nvme" in (zero.offload_optimizer.device, zero.param_offload.device)
     uses_files |= saved.nvme_path is not None and saved.mode != "none"
-    compression, shrinks = "gradient_compression", config.gradient_compression.algorithm
-    keys = "huffman_coding hierarchical_compress exclude warmup_steps topk_ratio"
     blocks = ("flops_profiler", "comms_logger", "csv_monitor", "tensorboard", "wandb", "comet")
     divides = config.prescale_gradients and config.gradient_predivide_factor != 1.0
-    sparse = config.sparse_attention or SparseAttention()
-    drawn = sparse.num_random_blocks > 0 and sparse.mode in ("variable", "bigbird")
-    several = drawn or sparse.num_different_global_patterns > 1
     adds = "each backward adds to the accumulators in any case"
     prescaled = "prescale_gradients divides by the number of ranks instead, as in DeepSpeed"
     late = bool(config.communication.slow_node_tolerance) and config.broadcast_buffers
@@ -445,17 +377,8 @@ def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
         (exchanges, "sequence_parallel", "zigzag", "no keys are gathered"),
         (not config.bf16.immediate_grad_update, "bf16", "immediate_grad_update", adds),
         *((not getattr(config, block).enabled, block, "", f"{block}.enabled is false") for block in blocks),
-        (shrinks == "none", compression, keys, "gradient_compression.algorithm is none"),
-        (shrinks != "topk", compression, "huffman_coding topk_ratio", "it counts with algorithm: topk only"),
         (config.comms_logger.prof_all, "comms_logger", "prof_ops", "comms_logger.prof_all records all operations"),
         (not uses_files, "aio", "", "nothing is offloaded to nvme"),
-        (not drawn, SPARSE, "seed", f"no block is random without {SPARSE}.num_random_blocks"),
-        (
-            sparse.different_layout_per_head and not several,
-            SPARSE,
-            "different_layout_per_head",
-            "all heads have the same layout without random blocks or num_different_global_patterns",
-        ),
         (config.fp16.loss_scale != 0, "fp16", _SCALE, "fp16.loss_scale fixes the scale"),
         (divides, "", "gradient_predivide_factor", prescaled),
         (
@@ -463,10 +386,6 @@ def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
             "",
             "quantize",
             "parameters are sharded at stage 3 only",
-        ),
-        *(
-            (not tiles, LONG, f"{part}_tokens_per_tile", f"{LONG}.tiled_{part} is false")
-            for part, tiles in (("mlp", config.long_sequences.tiled_mlp), ("loss", config.long_sequences.tiled_loss))
         ),
         (config.data_types.buffer_dtype is None, "data_types", "keep_in_fp32_modules", buffers),
         (late, "", "broadcast_buffers", waits),

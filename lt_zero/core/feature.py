@@ -19,7 +19,7 @@ docs/internals/features.md describes each hook, with examples that run (tests/ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -113,13 +113,6 @@ class Feature:
 
     def __init__(self, config: Any) -> None:
         self.config = config
-
-    def rules(self) -> Iterator[Problem]:
-        """Find what is wrong with the configuration, which asks for the feature, when it is read.
-
-        Features of other packages are asked; rules of lt_zero's own keys are in config/rules.py.
-        """
-        return iter(())
 
     # ---- plans: forecasts ask for them, too, without processes -----------------------------------------------------
 
@@ -215,22 +208,33 @@ class Entry:
     Attributes:
         name: of the feature, in texts.
         place: where its class is, ``module:class``; imported if the feature is asked for.
-        key: of the configuration, or variable of the environment, by which it is asked for.
+        key: of the configuration, or variable of the environment, by which it is asked for; perhaps one in ``block``.
         asked: returns whether a configuration, or the environment, asks for it.
-        block: of a key at the top level that the feature brings; each of its keys has a default. The configuration has
-            it as an attribute of the key's name. None: the key is one of lt_zero's.
+        block: of a key at the top level that the feature brings, with its rules; each of its keys has a default. The
+            configuration has it as an attribute of the key's name. A text is its place, ``module:class``, of a module
+            that is small: it is imported with the configuration. None: the key is one of lt_zero's.
     """
 
     name: str
     place: str
     key: str
     asked: Callable[[Any], bool]
-    block: type[Block] | None = None
+    block: type[Block] | str | None = None
+
+    @property
+    def block_key(self) -> str:
+        """The key of the block."""
+        return self.key.partition(".")[0]
 
     def is_asked(self, config: Any) -> bool:
-        """True if it is asked for. A configuration that was made before ``register`` lacks the block: it is off."""
-        known = self.block is None or isinstance(getattr(config, self.key, None), self.block)
-        return known and self.asked(config)
+        """True if it is asked for.
+
+        It is off in a configuration without the block: one that was made before ``register``, or without its folder.
+        """
+        if self.block is None:
+            return self.asked(config)
+        kind = Block if isinstance(self.block, str) else self.block
+        return isinstance(getattr(config, self.block_key, None), kind) and self.asked(config)
 
 
 _registered: list[Entry] = []
@@ -244,8 +248,8 @@ def register(entry: Entry) -> None:
     """
     if any(known.name == entry.name for known in _registered):
         raise ValueError(f"register({entry.name!r}): a feature of this name exists: rename one.")
-    if entry.block is not None and entry.key in blocks():
-        raise ValueError(f"register({entry.name!r}): another feature brings the key {entry.key!r}: rename one.")
+    if entry.block is not None and any(entry.block_key == known.block_key for known in _registered if known.block):
+        raise ValueError(f"register({entry.name!r}): another feature brings the key {entry.block_key!r}: rename one.")
     _registered.append(entry)
 
 
@@ -257,8 +261,3 @@ def unregister(name: str) -> None:
 def registered() -> tuple[Entry, ...]:
     """The features that packages have added, in their order."""
     return tuple(_registered)
-
-
-def blocks() -> dict[str, type[Block]]:
-    """The blocks that registered features bring, by their keys."""
-    return {entry.key: entry.block for entry in _registered if entry.block is not None}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
+from lt_zero.common.errors import ConfigError
+from lt_zero.common.fields import Block
 from lt_zero.common.places import load
 from lt_zero.core.feature import Entry, Feature, registered
 
@@ -29,6 +32,7 @@ _TABLE = (
         place="lt_zero.features.tiles.feature:Tiles",
         key="long_sequences",
         asked=lambda config: config.long_sequences.tiles,
+        block="lt_zero.features.tiles.keys:LongSequences",
     ),
     Entry(
         name="quantization of frozen weights",
@@ -57,12 +61,14 @@ _TABLE = (
         place="lt_zero.features.compression.feature:Compression",
         key="gradient_compression.algorithm",
         asked=lambda config: config.gradient_compression.algorithm != "none",
+        block="lt_zero.features.compression.keys:GradientCompressionBlock",
     ),
     Entry(
         name="sparse attention",
         place="lt_zero.features.sparse_attention.feature:BlockSparseAttention",
         key="sparse_attention",
         asked=lambda config: config.sparse_attention is not None,
+        block="lt_zero.features.sparse_attention.keys:SparseAttention",
     ),
     Entry(
         name="activation checkpointing",
@@ -85,6 +91,55 @@ _TABLE = (
 )
 
 
+def table() -> tuple[Entry, ...]:
+    """All features in their order: lt_zero's, then those that packages have added.
+
+    Raises:
+        ValueError: a package's feature has a name of lt_zero's.
+    """
+    own = {entry.name for entry in _TABLE}
+    for entry in registered():
+        if entry.name in own:
+            raise ValueError(f"register({entry.name!r}): lt_zero has a feature of this name: rename yours.")
+    return (*_TABLE, *registered())
+
+
+@cache
+def own_blocks() -> dict[str, type[Block] | ConfigError]:
+    """The blocks that lt_zero's features bring, by their keys; in place of one that is not installed, what to say."""
+    found: dict[str, type[Block] | ConfigError] = {}
+    for entry in _TABLE:
+        if entry.block is not None:
+            try:
+                found[entry.block_key] = _imported(entry, entry.block)
+            except ConfigError as error:
+                found[entry.block_key] = error
+    return found
+
+
+def registered_blocks() -> dict[str, type[Block]]:
+    """The blocks that features of other packages bring, by their keys."""
+    return {entry.block_key: _imported(entry, entry.block) for entry in registered() if entry.block is not None}
+
+
+def blocks() -> dict[str, type[Block]]:
+    """The blocks that features bring, by their keys, without those that are not installed."""
+    own = {key: block for key, block in own_blocks().items() if not isinstance(block, ConfigError)}
+    return own | registered_blocks()
+
+
+def _imported(entry: Entry, block: type[Block] | str) -> type[Block]:
+    if not isinstance(block, str):
+        return block
+    found: type[Block] = load(block, entry.key, entry.name)
+    return found
+
+
+def asks(config: Any, key: str) -> bool:
+    """True if a configuration asks for a feature by ``key``, which a row of the table has."""
+    return any(entry.is_asked(config) for entry in _TABLE if entry.key == key)
+
+
 def is_installed(folder: str) -> bool:
     """True if the feature of that folder is there: what plans suggest has to be."""
     found = importlib.util.find_spec(f"{__name__}.{folder}")
@@ -100,7 +155,7 @@ def features_of(config: Any) -> list[Feature]:
         ConfigError: one is not installed; names its key.
     """
     found: dict[str, Feature] = {}
-    for entry in (*_TABLE, *registered()):
+    for entry in table():
         if entry.place not in found and entry.is_asked(config):
             found[entry.place] = load(entry.place, entry.key, entry.name)(config)
     return list(found.values())

@@ -179,11 +179,9 @@ def _tile(model: nn.Module, config: ZeroConfig, stack: ExitStack) -> None:
     """Compute in tiles what the configuration says, until ``stack`` is closed. What is in tiles already is not checked.
 
     Raises:
-        ConfigError: the model does not fit, or tiles are not installed.
+        ConfigError: the model does not fit.
     """
-    if config.long_sequences.tiles:
-        require("long_sequences")
-    elif not is_installed("tiles"):
+    if not is_installed("tiles"):
         return
     from lt_zero.features.tiles.huggingface import install
     from lt_zero.features.tiles.tokens import TokenTiles

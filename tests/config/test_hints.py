@@ -11,7 +11,6 @@ import yaml
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.config import keys as key_table
-from lt_zero.config.blocks import SPARSE_MODES
 from lt_zero.config.catalog import entries
 from lt_zero.config.load import Loaded, examine, resolved
 from tests.support.features import needs
@@ -41,11 +40,18 @@ def test_no_suggestion_is_refused() -> None:
         assert near is None or not refuses(near), (written, near)
 
 
+def _modes_with(name: str) -> list[str]:
+    """The modes of sparse attention that have a key."""
+    from lt_zero.features.sparse_attention.keys import SPARSE_MODES
+
+    return [mode for mode, keys in SPARSE_MODES.items() if name in keys]
+
+
 def test_the_default_of_each_suggestion_is_accepted() -> None:
     for entry in entries():
         if entry.default and "<name>" not in entry.key and not entry.key.startswith(("optimizer", "scheduler")):
             block, _, name = entry.key.rpartition(".")
-            modes = [mode for mode, keys in SPARSE_MODES.items() if block == "sparse_attention" and name in keys]
+            modes = _modes_with(name) if block == "sparse_attention" else []
             config = {f"{block}.mode": mode for mode in modes[:1]} | {entry.key: yaml.safe_load(entry.default)}
             assert not examine(nested(config, Path())).problems, entry.key
 

@@ -52,6 +52,16 @@ def test_params_are_frozen() -> None:
     assert (made.optimizer.params, changed.optimizer.params) == ({"lr": 0.5}, {"lr": 0.25})
 
 
+def test_equal_configurations_have_one_hash() -> None:
+    kwargs = {
+        "compile": {"kwargs": {"mode": "default"}},
+        "optimizer": {"type": "AdamW", "params": {"betas": [0.5, 0.25]}},
+    }
+    values: list[dict[str, Any]] = [{}, {"zero_optimization": {"stage": 3}}, kwargs]
+    cache = {ZeroConfig.of(value): number for number, value in enumerate(values)}
+    assert [cache[ZeroConfig.of(copy.deepcopy(value))] for value in values] == [0, 1, 2]
+
+
 def test_a_configuration_reads_like_its_file_and_refuses_to_be_written() -> None:
     made = ZeroConfig.of(
         {"zero_optimization": {"stage": 2}, "checkpoint": {"async": True}, "optimizer": {"type": "SGD"}}

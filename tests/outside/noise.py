@@ -19,15 +19,15 @@ class NoiseBlock(Block):
     scale: Real = key(0.0, "standard deviation of the noise; 0: none", ge=0, le=1)
     seed: Whole = key(0, "of the noise, to which each rank adds its number")
 
+    @override
+    def problems_in(self, config: Any) -> Iterator[Problem]:
+        if self.scale > 0 and (sums := config.gradient_allreduce_op) == "sum":
+            text = f"noise.scale={self.scale:g} is that of a mean, and gradient_allreduce_op={sums!r} adds gradients"
+            yield Problem("noise.scale", f"{text}. Remove one of them.")
+
 
 class Noise(Feature):
     """Noise that is drawn for each gradient, in the order of backward."""
-
-    @override
-    def rules(self) -> Iterator[Problem]:
-        if (algorithm := self.config.gradient_compression.algorithm) != "none":
-            text = f"noise.scale={self.config.noise.scale:g} is lost with gradient_compression.algorithm={algorithm!r}"
-            yield Problem("noise.scale", f"{text}. Remove one of them.")
 
     @override
     def watch(self, engine: Engine, run: PlaceInRun) -> Noise:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typer.testing import CliRunner
 
 import lt_zero
-from lt_zero import ConfigError, ZeroConfig
+from lt_zero import ConfigError, ZeroConfig, cli
 from lt_zero.config.applicability import check_same
 from lt_zero.config.catalog import explain, json_schema
 from lt_zero.config.load import examine, plain, resolved, shown
 from lt_zero.core.comm.world import World
-from lt_zero.core.feature import Block, Entry, Real, register, registered
+from lt_zero.core.feature import Block, Entry, Real, register, registered, unregister
 from lt_zero.features import features_of
 from tests.outside import noise
 from tests.support.models import Net, next_token_loss
@@ -92,15 +94,15 @@ def test_errors_are_those_of_own_keys() -> None:
 @pytest.mark.usefixtures("known")
 def test_its_rule_is_one_of_the_problems(tmp_path: Path) -> None:
     file = tmp_path / "zero.yaml"
-    file.write_text("gradient_compression: {algorithm: 1bit}\nnoise:\n  scale: 0.5\n", encoding="utf-8")
+    file.write_text("gradient_allreduce_op: sum\nnoise:\n  scale: 0.5\n", encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         ZeroConfig.of(file)
     (found,) = caught.value.problems
     assert found.key == "noise.scale"
     assert found.mark is not None
     assert found.mark.line == 3
-    assert ZeroConfig.of({"gradient_compression": {"algorithm": "1bit"}})["noise"].scale == 0, "it is off"
-    every = {"gradient_compression": {"algorithm": "1bit"}, "noise": {"scale": 0.5}, "train_batch_size": 7}
+    assert ZeroConfig.of({"gradient_allreduce_op": "sum"})["noise"].scale == 0, "it is off"
+    every = {"gradient_allreduce_op": "sum", "noise": {"scale": 0.5}, "train_batch_size": 7}
     keys = [key for key, _ in problems({**every, "gradient_accumulation_steps": 2})]
     assert sorted(keys) == ["noise.scale", "train_batch_size"]
 
@@ -131,6 +133,32 @@ def test_without_the_package_the_key_is_unknown() -> None:
         assert ZeroConfig.of(plainly)["noise"].scale == 0, "one that was made before gets the key"
 
 
+def test_the_command_imports_what_registers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    text = "from lt_zero.core.feature import register\nfrom tests.outside.noise import ENTRY\nregister(ENTRY)\n"
+    Path("registers_noise.py").write_text(text, encoding="utf-8")
+    Path("zero.yaml").write_text("zero_optimization: {stage: 2}\nnoise: {scale: 0.1}\n", encoding="utf-8")
+
+    def told(*before: str) -> tuple[int, str]:
+        done = CliRunner().invoke(cli.app, [*before, "config", "check", "zero.yaml"])
+        return done.exit_code, done.output
+
+    code, output = told()
+    assert (code, "noise is not a key of lt_zero" in output) == (1, True)
+    code, output = told("--import", "not_there")
+    assert code == 1
+    assert (
+        output == "lt-zero --import not_there: there is no module not_there. Install it, or name one of this folder.\n"
+    )
+    try:
+        code, output = told("--import", "registers_noise")
+        assert (code, output.splitlines()[1].split()) == (0, ["works", "0.1", "noise.scale"])
+    finally:
+        unregister("noise")
+        sys.modules.pop("registers_noise", None)
+
+
 class Needy(Block):
     """A key without default."""
 
@@ -143,7 +171,7 @@ class Needy(Block):
         ("optimizer", noise.NoiseBlock, "lt_zero or DeepSpeed has this key"),
         ("data_efficiency", noise.NoiseBlock, "lt_zero or DeepSpeed has this key"),
         ("model_config", noise.NoiseBlock, "lt_zero or DeepSpeed has this key"),
-        ("noise.more", noise.NoiseBlock, "no configuration can have this key"),
+        ("noise-more", noise.NoiseBlock, "no configuration can have this key"),
         ("_noise", noise.NoiseBlock, "no configuration can have this key"),
         ("needy", Needy, r"needy\.scale has no default"),
     ],

@@ -20,11 +20,16 @@ from typing_extensions import override
 
 import lt_zero
 from lt_zero import cli
+from lt_zero.config.catalog import explain
+from lt_zero.config.document import Document
+from lt_zero.config.load import validate, with_own_blocks
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.feature import Entry, Feature, PlaceInRun, register, unregister
 from lt_zero.core.followers import Figure
+from lt_zero.features import asks, own_blocks
 from tests.support.lightning_tools import FULL, sharded_trainer, trust
 from tests.support.matrix import only
+from tests.support.outside import features
 from tests.support.pool import Pool
 
 SEEN: list[tuple[PlaceInRun, float]] = []  # the runs, and the first weight when the feature began to watch
@@ -168,6 +173,29 @@ def test_a_key_of_a_missing_feature_says_what_is_missing(
     assert "LT_ZERO_RECORD: the record of a run is not installed" in refused({})
 
 
+def test_a_block_of_a_missing_feature_says_what_is_missing(without: Callable[[str], None]) -> None:
+    without("lt_zero.features.tiles.keys")
+    own_blocks.cache_clear()
+    try:
+        schema = with_own_blocks()
+        document = Document({"long_sequences": {"tiled_mlp": True}})
+        assert validate(document, schema) is None
+        off = validate(Document({"long_sequences": False, "zero_optimization": {"stage": 2}}), schema)
+        told = explain("long_sequences.tiled_mlp")
+    finally:
+        own_blocks.cache_clear()
+    (problem,) = document.problems
+    assert problem.key == "long_sequences"
+    assert problem.message == told
+    missing = (
+        r"long_sequences: computation in tiles is not installed, there is no module lt_zero\.features\.tiles(\.keys)?"
+    )
+    assert re.match(missing, told)
+    assert off is not None
+    assert off.zero_optimization.stage == 2
+    assert not asks(off, "long_sequences")
+
+
 def test_a_missing_name_and_command_say_what_is_missing(
     without: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +226,21 @@ def test_a_library_that_a_feature_lacks_is_named_itself(monkeypatch: pytest.Monk
             lt_zero.shard(nn.Linear(2, 1), {})
     finally:
         unregister("lacking")
+
+
+@pytest.mark.parametrize("place", ["tests.outside.noise:Noisy", "tests.outside.noise"])
+def test_a_class_that_is_not_at_its_place_is_named(place: str) -> None:
+    with features(Entry("noisy", place, "noisy", lambda config: True)), pytest.raises(lt_zero.ConfigError) as caught:
+        lt_zero.shard(nn.Linear(2, 1), {})
+    (problem,) = caught.value.problems
+    assert problem.key == "noisy"
+    assert problem.message.startswith(f"noisy: noisy is to be at {place!r}, and tests.outside.noise has no ")
+
+
+def test_names_of_own_features_are_taken() -> None:
+    entry = Entry("gradient compression", "nowhere:Nothing", "mine", lambda config: False)
+    with features(entry), pytest.raises(ValueError, match="'gradient compression'.*lt_zero has a feature of this name"):
+        lt_zero.shard(nn.Linear(2, 1), {})
 
 
 def test_a_name_is_registered_once() -> None:

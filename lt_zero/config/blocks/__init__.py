@@ -8,7 +8,6 @@ from lt_zero.config.blocks.distribution import (
     Communication,
     Device,
     ExpertParallel,
-    GradientCompressionBlock,
     LayerRule,
     LeafModule,
     OffloadOptimizer,
@@ -30,18 +29,15 @@ from lt_zero.config.blocks.monitoring import (
 )
 from lt_zero.config.blocks.schema import Schema
 from lt_zero.config.blocks.training import (
-    SPARSE_MODES,
     ActivationCheckpointing,
     Bf16,
     Checkpoint,
     Compile,
     DataTypes,
     Fp16,
-    LongSequences,
     OptimizerBlock,
     OptimizerStates,
     SchedulerBlock,
-    SparseAttention,
     TorchAutocast,
 )
 
@@ -60,10 +56,8 @@ __all__ = [
     "ExpertParallel",
     "FlopsProfiler",
     "Fp16",
-    "GradientCompressionBlock",
     "LayerRule",
     "LeafModule",
-    "LongSequences",
     "OffloadOptimizer",
     "OffloadParam",
     "OptimizerBlock",
@@ -71,10 +65,8 @@ __all__ = [
     "PartitionConfig",
     "PipelineParallel",
     "SequenceParallel",
-    "SPARSE_MODES",
     "SchedulerBlock",
     "Schema",
-    "SparseAttention",
     "TensorBoard",
     "TensorParallel",
     "TorchAutocast",

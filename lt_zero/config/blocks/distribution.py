@@ -260,25 +260,6 @@ class ZeroOptimization(Block):
 # ---- what ranks send -------------------------------------------------------------------------------------------------
 
 
-class GradientCompressionBlock(Block):
-    """The ``gradient_compression`` block: gradients are sent in fewer bits, with error feedback."""
-
-    algorithm: Annotated[Literal["none", "topk", "1bit", "2bit"], lower] = key(
-        "none", "topk: only the largest elements, 1bit: signs, 2bit: four levels, in blocks with a scale each"
-    )
-    topk_ratio: Real = key(0.01, "share of the elements that topk sends", gt=0, le=1)
-    huffman_coding: bool = key(False, "code what topk sends: fewer bytes, more work for the host")
-    hierarchical_compress: bool = key(
-        False, "sum gradients inside a node uncompressed, and compress what goes between nodes only"
-    )
-    exclude: Literal["auto"] | Names = key(
-        "auto",
-        "parameters that are sent as they are: class names of modules, patterns of modules or parameters; auto: norms, "
-        "biases and embeddings with 1bit, else none",
-    )
-    warmup_steps: Elements = key(0, "optimizer steps whose gradients are sent as they are")
-
-
 class Communication(Block):
     """The ``communication`` block: collectives over several nodes."""
 

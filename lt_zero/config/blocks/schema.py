@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from lt_zero.common.fields import Block, Dtype, Names, Positive, Real, key, lower
+from lt_zero.common.fields import Block, Dtype, Names, Positive, Real, key, lower, off_if_false
 from lt_zero.common.numbers import to_whole_number
 from lt_zero.config.blocks.distribution import (
     Aio,
     Communication,
     ExpertParallel,
-    GradientCompressionBlock,
     PipelineParallel,
     SequenceParallel,
     TensorParallel,
@@ -27,11 +26,9 @@ from lt_zero.config.blocks.training import (
     Compile,
     DataTypes,
     Fp16,
-    LongSequences,
     OptimizerBlock,
     OptimizerStates,
     SchedulerBlock,
-    SparseAttention,
     TorchAutocast,
 )
 
@@ -39,9 +36,9 @@ from lt_zero.config.blocks.training import (
 ONE_BIT = {"onebitadam": "Adam", "onebitlamb": "Lamb", "zerooneadam": "Adam"}
 
 _none_if_infinite = BeforeValidator(lambda value: None if value in (float("inf"), "inf") else value)
-_off_if_false = BeforeValidator(lambda value: {} if value in (False, "none") else value)
 _off_if_number = BeforeValidator(lambda value: {} if type(value) in (bool, int) and value in (0, 1) else value)
-_none_if_false = BeforeValidator(lambda value: None if value is False else value)
+# The place of a key among the others. Its block is brought by a feature, see config/load.py.
+of_feature: Any = key(None, "")
 
 
 class Schema(Block):
@@ -94,11 +91,9 @@ class Schema(Block):
     activation_checkpointing: ActivationCheckpointing = key(
         ActivationCheckpointing(), "recompute activations in backward to save memory"
     )
-    compile: Annotated[Compile, _off_if_false] = key(Compile(), "compile the repeated blocks by torch.compile")
-    sparse_attention: Annotated[SparseAttention | None, _none_if_false] = key(
-        None, "block-sparse attention; null or false: the model's own"
-    )
-    long_sequences: LongSequences = key(LongSequences(), "computation in tiles of tokens, for models of transformers")
+    compile: Annotated[Compile, off_if_false] = key(Compile(), "compile the repeated blocks by torch.compile")
+    sparse_attention: Any = of_feature
+    long_sequences: Any = of_feature
     csv_monitor: CsvMonitor = key(CsvMonitor(), "metrics in CSV files")
     tensorboard: TensorBoard = key(TensorBoard(), "metrics for TensorBoard")
     wandb: Wandb = key(Wandb(), "metrics for Weights & Biases")
@@ -116,9 +111,7 @@ class Schema(Block):
     )
     expert_parallel: ExpertParallel = key(ExpertParallel(), "ranks that have some of a layer's experts each")
     pipeline: PipelineParallel = key(PipelineParallel(), "ranks that have some of the model's layers each")
-    gradient_compression: Annotated[GradientCompressionBlock, _off_if_false] = key(
-        GradientCompressionBlock(), "gradients in fewer bits, with error feedback"
-    )
+    gradient_compression: Any = of_feature
     communication_data_type: Dtype | None = key(
         None, "dtype in which gradients are reduced; null: their own, or the accumulators' where the sum would round"
     )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_serializer, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from lt_zero.common.errors import ConfigError
-from lt_zero.common.fields import Block, Dtype, Elements, Folder, MomentDtype, Names, Params, Positive, Real, Whole, key
+from lt_zero.common.fields import Block, Dtype, Folder, MomentDtype, Names, Params, Positive, Real, Whole, key
 from lt_zero.common.numbers import to_number
 from lt_zero.common.units import parse_bytes
 
@@ -197,7 +196,7 @@ class Compile(Block):
 
     disable: bool = key(True, "whether nothing is compiled; false if only other keys of the block are written")
     backend: str = key("inductor", "backend of torch.compile", min_length=1)
-    kwargs: Params = key({}, "further arguments of torch.compile, such as dynamic or mode")
+    kwargs: Params = key({}, "further arguments of torch.compile, such as dynamic or mode", validate_default=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -205,102 +204,6 @@ class Compile(Block):
         if isinstance(values, Mapping) and values and "disable" not in values:
             return {"disable": False, **values}
         return values
-
-
-class LongSequences(Block):
-    """The ``long_sequences`` block: what a model of transformers computes a tile of tokens at a time."""
-
-    tiled_mlp: bool = key(False, "compute MLPs in tiles of tokens, in forward and again in backward")
-    mlp_tokens_per_tile: Positive | None = key(None, "tokens of a tile of MLPs; null: as many as the hidden size")
-    tiled_loss: bool = key(False, "compute logits, the loss and its gradients in tiles of tokens")
-    loss_tokens_per_tile: Positive | None = key(
-        None, "tokens of a tile of logits; null: a quarter of the hidden size, and at least 128"
-    )
-
-    @property
-    def tiles(self) -> bool:
-        """True if anything is computed in tiles."""
-        return self.tiled_mlp or self.tiled_loss
-
-
-# The keys that each pattern of ``lt_zero.attention`` has.
-_HEADS = ("block", "different_layout_per_head", "attention")
-SPARSE_MODES: Mapping[str, tuple[str, ...]] = {
-    "dense": _HEADS,
-    "fixed": (
-        *(*_HEADS, "num_local_blocks", "num_global_blocks", "horizontal_global_attention"),
-        "num_different_global_patterns",
-    ),
-    "variable": (
-        *(*_HEADS, "num_random_blocks", "local_window_blocks", "global_block_indices", "global_block_end_indices"),
-        *("horizontal_global_attention", "seed"),
-    ),
-    "bigbird": (*_HEADS, "num_random_blocks", "num_sliding_window_blocks", "num_global_blocks", "seed"),
-    "bslongformer": (*_HEADS, "num_sliding_window_blocks", "global_block_indices", "global_block_end_indices"),
-    "local_sliding_window": ("block", "attention", "num_sliding_window_blocks"),
-}
-
-
-def _sparse_mode(value: Any) -> Any:
-    name = value.lower() if isinstance(value, str) else ""
-    if name not in SPARSE_MODES:
-        near = difflib.get_close_matches(name, SPARSE_MODES, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise ValueError(f"it is not a mode.{hint} Modes are {', '.join(SPARSE_MODES)}")
-    return name
-
-
-class SparseAttention(Block):
-    """The ``sparse_attention`` block: which blocks of the attention matrix are computed."""
-
-    mode: Annotated[
-        Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local_sliding_window"],
-        BeforeValidator(_sparse_mode),
-    ] = key("fixed", "the pattern; a key that it does not have is an error")
-    block: Positive = key(16, "tokens of a block")
-    different_layout_per_head: bool = key(False, "a layout for each head, where the mode has several")
-    attention: Literal["unidirectional", "bidirectional"] | None = key(
-        None,
-        "unidirectional: no token attends to later ones; null: unidirectional with local_sliding_window, else "
-        "bidirectional (DeepSpeed: bidirectional, and the mask is the model's)",
-    )
-    num_local_blocks: Positive = key(4, "blocks of a local window (fixed)")
-    num_global_blocks: Elements = key(
-        1, "blocks of each window that all blocks attend to (fixed); how many first blocks are global (bigbird)"
-    )
-    horizontal_global_attention: bool = key(
-        False, "global blocks attend to all blocks, too (fixed, variable; bidirectional only)"
-    )
-    num_different_global_patterns: Positive = key(
-        1, "in how many ways heads choose the global blocks of a window, from its end (fixed)"
-    )
-    num_random_blocks: Elements = key(0, "random blocks in each row of blocks (variable, bigbird)")
-    local_window_blocks: tuple[Positive, ...] = key(
-        (4,), "blocks of the first local windows; the last number repeats (variable)", min_length=1
-    )
-    global_block_indices: tuple[Elements, ...] = key(
-        (0,), "global blocks, or with global_block_end_indices the first of each range (variable, bslongformer)"
-    )
-    global_block_end_indices: tuple[Elements, ...] | None = key(
-        None, "the block after each range of global blocks; null: ranges of one block (variable, bslongformer)"
-    )
-    num_sliding_window_blocks: Positive = key(
-        3,
-        "width of the window around each block; an even number is one more (bigbird, bslongformer, "
-        "local_sliding_window)",
-    )
-    seed: Elements = key(0, "where random blocks start from (variable, bigbird)")
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The keys of the mode, without those that are null."""
-        values = {name: getattr(self, name) for name in SPARSE_MODES[self.mode]}
-        return {name: value for name, value in values.items() if value is not None}
-
-    @model_serializer
-    def _of_the_mode(self) -> dict[str, Any]:
-        # The configuration is read again from what was dumped, and keys of other modes are errors there.
-        return {"mode": self.mode, **self.settings}
 
 
 class Checkpoint(Block):

@@ -24,10 +24,10 @@ from torch.nn import functional as F
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.switch import Switched, restore, switch
-from lt_zero.config.blocks import LongSequences
 from lt_zero.core.engine.guard import PASSING, called
 from lt_zero.core.feature import Undo
 from lt_zero.features.tiles.head import LossHead, check_linear, head_loss
+from lt_zero.features.tiles.keys import LongSequences
 from lt_zero.features.tiles.loss import mean_of
 from lt_zero.features.tiles.tokens import TokenTiles, tiled
 

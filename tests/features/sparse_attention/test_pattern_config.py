@@ -10,8 +10,8 @@ import pytest
 from lt_zero.attention import BigBird, Fixed, LocalSlidingWindow, Variable, pattern_of
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks import SPARSE_MODES
 from lt_zero.config.load import examine, plain, resolved
+from lt_zero.features.sparse_attention.keys import SPARSE_MODES
 from lt_zero.features.sparse_attention.patterns import PATTERNS
 
 S = "sparse_attention."

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ConfigError
-from lt_zero.config.blocks import LongSequences
 from lt_zero.features.tiles.huggingface import DeferredLogits, install
+from lt_zero.features.tiles.keys import LongSequences
 from lt_zero.parallel.plan import parallelize
 from tests.support.features import needs, there
 from tests.support.plans import config, train
