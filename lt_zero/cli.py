@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import lt_zero
+from lt_zero.common.errors import missing_part
 from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.output import printable
 from lt_zero.common.places import NotInstalled, import_public
