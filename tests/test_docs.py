@@ -325,6 +325,65 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert fragment in map(anchor, titles), f"{page.name}: {target}#{fragment}"
 
 
+# A path with a folder, or in texts about the code any name of a source file; and a dotted name.
+_IN_FOLDER = r"(?<![\w/.:~<>$}*{-])((?:[\w-]+/)+[\w-]+\.(?:py|tsv|cpp|cuh?|h))(?![\w/*])"
+_SOURCE = r"(?<![\w/.:~<>$}*{-])([\w-]+\.(?:py|tsv|cpp|cuh?))(?![\w/*])"
+_DOTTED = r"(?<![\w./-])(lt_zero(?:\.\w+)+)"
+FOREIGN = {  # what other projects, users and runs have
+    *("train.py", "sft.py", "ds_to_universal.py", "cifar/cifar10_deepspeed.py", "HelloDeepSpeed/train_bert_ds.py"),
+    *("tensor_parallel/basic_example/autotp_example.py", "pipeline_parallelism/train.py"),
+    *("gan/gan_deepspeed_train.py", "DeepSpeed-SuperOffload/finetune_zero3.py", "trl/scripts/sft.py"),
+    *("runtime/fp16/onebit/zoadam.py", "csrc/lamb/fused_lamb_cuda_kernel.cu", "linux/capability.h"),
+    *("lt_zero.jsonl", "lt_zero.gather", "lt_zero.module", "lt_zero.h"),
+    # keys of a manifest, and an operation of torch
+    *("lt_zero.extra_state", "lt_zero.frozen_left_out", "lt_zero.optimizers", "lt_zero.tensor"),
+}
+
+
+def is_there(name: str) -> bool:
+    """True if a dotted name is that of a module or folder of the package, or is written in the module before it."""
+    words = name.split(".")[1:]
+    for end in range(len(words), -1, -1):
+        place = PACKAGE.joinpath(*words[:end])
+        files = [file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file()]
+        if end == len(words) and (files or place.is_dir()):
+            return True
+        if files:
+            # The package itself names folders in its texts.
+            if words[:end] and re.search(rf"\b{words[end]}\b", files[0].read_text(encoding="utf-8")):
+                return True
+            return hasattr(importlib.import_module(".".join(["lt_zero", *words[:end]])), words[end])
+    return False
+
+
+def missing_names(path: Path, sources: set[str]) -> list[str]:
+    """The paths and dotted names in a text that lead nowhere; ``sources``: names of all files of sources."""
+    about_code = path.suffix == ".py" or path.parent.name == "internals" or path.name == "CONTRIBUTING.md"
+    bases = (ROOT, PACKAGE, PACKAGE / "core", ROOT / "tests", path.parent)
+    text = path.read_text(encoding="utf-8")
+    found = [name for name in re.findall(_IN_FOLDER, text) if not any((base / name).exists() for base in bases)]
+    found += [name for name in re.findall(_DOTTED, text) if name not in FOREIGN and not is_there(name)]
+    if about_code:
+        found += [name for name in re.findall(_SOURCE, text) if name not in sources]
+    return [name for name in found if name not in FOREIGN]
+
+
+def test_files_and_names_that_are_told_exist(tmp_path: Path) -> None:
+    places = (PACKAGE, *(ROOT / folder for folder in ("tests", "benchmarks", "examples", "docs")))
+    sources = {path.name for place in places for path in place.rglob("*.*")}
+    texts = [*PAGES, *sorted(PACKAGE.rglob("*.py"))]
+    wrong = {str(path): names for path in texts if (names := missing_names(path, sources))}
+    assert not wrong
+    stale = tmp_path / "stale.py"
+    stale.write_text(
+        '"""See engines/bucket.py, core/engine/bucket.py, moved.py and bucket.py."""\n'
+        "step = 1  # lt_zero.engine.bucket, lt_zero.core.engine.bucket.Bucke\n"
+        "# lt_zero.core.engine.bucket, lt_zero.core.engine.bucket.Bucket, lt_zero.ops.Codec\n"
+    )
+    names = ["engines/bucket.py", "lt_zero.engine.bucket", "lt_zero.core.engine.bucket.Bucke", "moved.py"]
+    assert missing_names(stale, sources) == names
+
+
 def test_the_architecture_names_every_package() -> None:
     table = TEXTS[ROOT / "docs/internals/index.md"].split("## Floors")[1].split("## ")[0]
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - {"conf"}
@@ -334,6 +393,14 @@ def test_the_architecture_names_every_package() -> None:
     gone = {f"{folder}/{name}" for folder, name in (each.split("/") for each in named if "/" in each)}
     gone = {each for each in gone if each.startswith(("features/", "tools/")) and not there(each.split("/")[1])}
     assert named - gone == packages
+
+
+def test_the_picture_of_the_architecture_has_folders_that_there_are() -> None:
+    named = re.findall(r"[\w/]+/(?=[\s<:;,])", (ROOT / "docs/internals/architecture.svg").read_text(encoding="utf-8"))
+    assert len(named) > 15
+    assert not [
+        name for name in named if not (PACKAGE / name).is_dir() and not name.startswith(("features/", "tools/"))
+    ]
 
 
 def test_the_page_of_features_has_every_hook() -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from lt_zero.common.errors import Problem as Problem
 from lt_zero.common.fields import Block as Block
+from lt_zero.common.fields import IdleKeys as IdleKeys
 from lt_zero.common.fields import Positive as Positive
 from lt_zero.common.fields import Real as Real
 from lt_zero.common.fields import Whole as Whole

@@ -201,7 +201,7 @@ def local_state(parameter: Parameter, key: str) -> Tensor | None:
 @torch.no_grad()
 def set_local_master(parameter: Parameter, value: Tensor | None) -> None:
     """Set this rank's master weights of a parameter (1D; None where it has none). Collective: all ranks set theirs."""
-    engine, bucket, index = _place(parameter, "lt_zero.set_local_master")
+    engine, bucket, index = _place(parameter, "lt_zero.safe_set_local_fp32_param")
     full_flat(bucket)  # keeps edits
     rows = torch.zeros_like(bucket.weights.values())
     for piece in bucket.pieces_of(index):
