@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import lt_zero.optim
 from tests.support.golden import REWRITE
 from tests.support.house.__main__ import table
 from tests.support.house.ceilings import keep_list, keep_number
@@ -28,6 +31,7 @@ from tests.support.house.imports import (
     this_package,
 )
 from tests.support.house.loaded import by_part, fits, total
+from tests.support.house.parts import PARTS as ALL_PARTS
 from tests.support.house.parts import part_of, stale
 from tests.support.house.taken_out import checkout_without_features, feature_folders, take_out, without_features
 from tests.support.house.tested import Verdict, verdicts
@@ -263,6 +267,40 @@ def test_a_fit_that_hangs_is_a_problem(tmp_path: Path) -> None:
     (package := tmp_path / "lt_zero").mkdir()
     (package / "__init__.py").write_text("import time\ntime.sleep(1000)\n")
     assert fits([Job(3, package)], limit=3) == [Outcome([], "It has not ended after 3 s.")]
+
+
+# Statements outside of functions.
+STATEMENT = re.compile(r"^(?:from +([\w.]+) +import +(\([^)]*\)|.*)|import +(.*))$", re.MULTILINE)
+# Public names of features, and the modules that they are of.
+PUBLIC = {f"lt_zero.{name}": f"lt_zero.{module}" for name, module in lt_zero._MODULES.items()}
+PUBLIC |= {f"lt_zero.optim.{name}": "lt_zero.features.one_bit" for name in lt_zero.optim._LATER}
+PUBLIC |= {"lt_zero.attention": "lt_zero.features.sparse_attention"}
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """The modules and names that a file imports outside of functions."""
+    for module, names, modules in STATEMENT.findall(path.read_text(encoding="utf-8")):
+        if module:
+            yield module
+            yield from (f"{module}.{name}" for name in re.findall(r"\w+", names))
+        else:
+            yield from re.findall(r"[\w.]+", modules)
+
+
+def test_only_its_own_tests_import_a_feature_when_they_are_collected() -> None:
+    """Others import it in a function, as without it they have to be skipped."""
+    lines = {line for part in ALL_PARTS.values() for line in part if line.startswith(("features/", "tools/"))}
+    folders = {line.removesuffix("/") for line in lines if line.endswith("/")}
+    assert len(folders) >= 11
+    found = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        file = path.relative_to(ROOT / "tests")
+        for name in _imported(path):
+            module = PUBLIC.get(name, name).split(".")
+            feature = "/".join(module[1:3])
+            if module[0] in ("lt_zero", "tests") and feature in folders and feature != "/".join(file.parts[:2]):
+                found.append((file.as_posix(), name))
+    assert found == []
 
 
 @pytest.mark.slow
