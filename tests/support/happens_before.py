@@ -28,18 +28,18 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -52,16 +52,7 @@ Clock = dict[str, int]  # how many works of each stream, and of the host, someth
 
 _COPIES = ("copy_", "_to_copy", "clone")
 _ALLOCATES = ("empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like")
-_FACTORIES = {
-    torch.tensor,
-    torch.zeros,
-    torch.ones,
-    torch.empty,
-    torch.full,
-    torch.arange,
-    torch.eye,
-    torch.linspace,
-}
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "eye", "linspace")
 _VIEWS = ("detach", "lift_fresh", "alias")
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)  # tensors without memory of their own
 # The host waits for their result, or for its shape.
@@ -361,29 +352,37 @@ class Recorder(TorchDispatchMode):
         return self._order.host if hosts and own else self._order.current
 
 
-class Places(TorchFunctionMode):
-    """Takes what a factory makes without a device, or on "cpu", for host memory; counts waits that no operator shows.
+@contextmanager
+def places(order: Order) -> Iterator[None]:
+    """Context in which what a factory makes without a device, or on "cpu", is host memory; counts waits of no operator.
 
     The simulated device is ``torch.device("cpu")``.
     A list that becomes a tensor of the device, and ``tolist``, are copies through memory for which the host waits.
+    Functions are replaced, as torch has no ``TorchFunctionMode`` in hooks of a backward.
     """
 
-    def __init__(self, order: Order) -> None:
-        super().__init__()
-        self._order = order
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        order = self._order
-        kwargs = kwargs or {}
-        if func is Tensor.tolist and not order.is_host(args[0]):
-            order.read_back(order.current, "tolist")
-        made = func(*args, **kwargs)
-        if func in _FACTORIES and isinstance(made, Tensor):
+    def replaced(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def factory(*args: Any, **kwargs: Any) -> Tensor:
+            made = make(*args, **kwargs)
             if kwargs.get("device") in (None, "cpu"):
                 order.on_host(made)
-            elif func is torch.tensor:
+            elif make is tensor:
                 order.read_back(order.current, "tensor")
-        return made
+            return made
+
+        return factory
+
+    def lists(values: Tensor) -> Any:
+        if not order.is_host(values):
+            order.read_back(order.current, "tolist")
+        return tolist(values)
+
+    tensor, tolist = torch.tensor, Tensor.tolist
+    with ExitStack() as stack:
+        for name in _FACTORIES:
+            stack.enter_context(mock.patch.object(torch, name, replaced(getattr(torch, name))))
+        stack.enter_context(mock.patch.object(Tensor, "tolist", lists))
+        yield
 
 
 def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:

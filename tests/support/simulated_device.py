@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lt_zero.common import accelerator
 from lt_zero.common.flat_storage import FlatStorage
+from lt_zero.core.engine.grad_accumulator import GradAccumulator, Products
 from lt_zero.core.stores import pinned
 from lt_zero.offload import host_store
 from lt_zero.offload.swap_file import SwapFile
@@ -74,6 +75,7 @@ def _answers(order: Order) -> dict[str, Any]:
 def _replaced(order: Order) -> list[tuple[Any, str, Callable[..., Any]]]:
     """Methods that are replaced: those that allocate and free memory, and the start of threads."""
     allocate, free, run = FlatStorage.allocate, FlatStorage.free, threading.Thread.run
+    defer = GradAccumulator.defer
     buffer, host_empty = pinned.aligned_buffer, host_store.host_empty
 
     def allocates(self: FlatStorage) -> None:
@@ -96,7 +98,20 @@ def _replaced(order: Order) -> list[tuple[Any, str, Callable[..., Any]]]:
         with Recorder(order):
             run(self)
 
+    def defers(self: GradAccumulator, factor_on: Callable[..., Tensor], products: Products) -> None:
+        factor = getattr(factor_on, "__self__", None)
+
+        def on_host(device: torch.device) -> Tensor:
+            # ``to`` copies nothing here, where both kinds of memory are of one device.
+            assert isinstance(factor, Tensor)
+            order.read_back(order.current, "to")
+            return order.on_host(factor.clone())
+
+        copies = isinstance(factor, Tensor) and not order.is_host(factor) and self._places.step.offloads
+        defer(self, on_host if copies else factor_on, products)
+
     return [
+        (GradAccumulator, "defer", defers),
         (FlatStorage, "allocate", allocates),
         (FlatStorage, "free", frees),
         (threading.Thread, "run", runs),

@@ -41,7 +41,7 @@ from lt_zero.parallel.mesh import mesh_of
 from lt_zero.training import checkpoints
 from lt_zero.training.checkpoints import Saver, Saving
 from tests.support.features import there
-from tests.support.happens_before import HOST, Clock, Order, Places
+from tests.support.happens_before import HOST, Clock, Order, places
 from tests.support.simulated import LateGroup
 from tests.support.simulated_device import machine
 from tests.support.simulated_nccl import streams
@@ -401,7 +401,7 @@ def planted(bug: Bug) -> Iterator[None]:
 
 
 def waits(run: Run, folder: Path | None = None) -> list[str]:
-    """The waits of the host for the device in one step of ``run``, after three others. Collective, as ``hazards``."""
+    """The waits of the host for the device in the last step of ``run``. Collective, as ``hazards``."""
     read = torch.frombuffer  # which tells no mode
 
     def of_host(buffer: Any, **how: Any) -> Tensor:
@@ -417,10 +417,10 @@ def waits(run: Run, folder: Path | None = None) -> list[str]:
         owner = lt_zero.ShardedOptimizer(engine, optimizer)
         # The model, and what is made of it, is on the device.
         with (
-            Places(order),
+            places(order),
             mock.patch.object(torch, "frombuffer", of_host),
         ):
-            for _ in range(4):
+            for _ in range(run.steps):
                 order.waits.clear()
                 _run_backward(run, model, owner, 1)
                 owner.grads.clip_norm(0.5)

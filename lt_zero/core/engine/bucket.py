@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -753,8 +753,13 @@ class InplaceEdits:
         # On a CPU a digest is cheap: comparing values takes 4 times as long as AdamW's step.
         return self._bucket.offloaded or (not accelerator.holds(self._bucket.shard) and self._weights.has_master)
 
-    def seen(self) -> bool:
-        """True if versions or the digest have changed since ``note``; waits for the device of a digest."""
+    def seen(self, digests: ComparedDigests | None = None) -> bool:
+        """True if versions or the digest have changed since ``note``; waits for the device of a digest.
+
+        ``digests``: of buckets on accelerators, compared before; None: compare the digest now.
+        """
+        if digests is not None and accelerator.holds(self._bucket.shard):
+            return self.versions_changed() or self._bucket in digests.edited
         differs = self.differs()
         return (differs is not None and bool(differs)) or self.versions_changed()
 
@@ -776,6 +781,7 @@ class InplaceEdits:
         released: bool = False,
         pairs: list[tuple[Tensor, Tensor]] | None = None,
         searched: bool = False,
+        digests: ComparedDigests | None = None,
     ) -> None:
         """Keep the edits since ``note``, or add them to ``lost``.
 
@@ -784,6 +790,7 @@ class InplaceEdits:
             released: the compute copy is about to be released.
             pairs: gets what the caller gives to ``ops.take_edits`` next, to keep edits of this bucket.
             searched: ``end_forward`` has found no edit of the sharded parameters just before.
+            digests: as for ``seen``.
         """
         bucket = self._bucket
         weights = self._weights
@@ -814,7 +821,7 @@ class InplaceEdits:
             if released and not edited:
                 edited = self._unseen(())
             self.lost += edited
-        elif edited or (values and (not self._has_digest or self.seen())):
+        elif edited or (values and (not self._has_digest or self.seen(digests))):
             # Every rank has the whole copy, and edits it as it would without ZeRO.
             pair = weights.edit_pair() if pairs is not None else None
             if pairs is None or pair is None:
@@ -959,16 +966,44 @@ class InplaceEdits:
         return found
 
 
+class ComparedDigests:
+    """Digests of several buckets, compared on an accelerator while the host goes on; the first question waits.
+
+    Args:
+        flags: what ``InplaceEdits.differs`` said of each bucket.
+    """
+
+    def __init__(self, flags: Mapping[Bucket, Tensor | None]) -> None:
+        known = {bucket: flag for bucket, flag in flags.items() if flag is not None}
+        self._buckets = list(known)
+        self._fetched = accelerator.fetch(torch.stack(list(known.values()))) if known else None
+
+    @cached_property
+    def edited(self) -> list[Bucket]:
+        """The buckets whose digests have changed."""
+        if self._fetched is None:
+            return []
+        copy, copied = self._fetched
+        copied.synchronize()
+        return [bucket for bucket, differs in zip(self._buckets, copy.tolist(), strict=True) if differs]
+
+
 @torch.no_grad()
 def check_all(buckets: Iterable[Bucket]) -> None:
-    """Check the values of all ``buckets`` before they are stepped: on a GPU in one launch, which reads each once."""
+    """Check the values of all ``buckets`` before they are stepped.
+
+    On an accelerator in one launch, which reads each once; where master weights are offloaded, the host waits once for
+    the digests of all.
+    """
+    some = list(buckets)
+    digests = ComparedDigests({bucket: bucket.edits.differs() for bucket in some if accelerator.holds(bucket.shard)})
     pairs: list[tuple[Tensor, Tensor]] = []
-    for bucket in buckets:
-        bucket.edits.check(values=True, pairs=pairs)
+    for bucket in some:
+        bucket.edits.check(values=True, pairs=pairs, digests=digests)
     # One call for each dtype of compute copies.
     for dtype in dict.fromkeys(shown.dtype for _, shown in pairs):
-        some = [pair for pair in pairs if pair[1].dtype == dtype]
-        ops.take_edits([master for master, _ in some], [shown for _, shown in some])
+        alike = [pair for pair in pairs if pair[1].dtype == dtype]
+        ops.take_edits([master for master, _ in alike], [shown for _, shown in alike])
 
 
 def lost_edits(peers: Ranks, edits: Sequence[InplaceEdits]) -> Section:

@@ -23,15 +23,13 @@ Note [Beside the next forward]
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from lt_zero.common import accelerator
-from lt_zero.core.engine.bucket import Bucket
+from lt_zero.core.engine.bucket import Bucket, ComparedDigests
 from lt_zero.core.engine.offload_manager import OffloadManager
 from lt_zero.core.step.fused_step import FusedStep, Part
 from lt_zero.core.step.param_groups import ShardedParamGroups, StepParam
@@ -39,28 +37,6 @@ from lt_zero.core.step.reduced_grads import ReducedGrads
 from lt_zero.offload.background import Job
 
 _WAITING = 1  # the most buckets that are queued with gradients in memory, if gradients are in files
-
-
-class ComparedDigests:
-    """Digests of several buckets, compared on an accelerator while the host goes on; the first question waits.
-
-    Args:
-        flags: what ``InplaceEdits.differs`` said of each bucket.
-    """
-
-    def __init__(self, flags: Mapping[Bucket, Tensor | None]) -> None:
-        known = {bucket: flag for bucket, flag in flags.items() if flag is not None}
-        self._buckets = list(known)
-        self._fetched = accelerator.fetch(torch.stack(list(known.values()))) if known else None
-
-    @functools.cached_property
-    def edited(self) -> list[Bucket]:
-        """The buckets whose digests have changed."""
-        if self._fetched is None:
-            return []
-        copy, copied = self._fetched
-        copied.synchronize()
-        return [bucket for bucket, differs in zip(self._buckets, copy.tolist(), strict=True) if differs]
 
 
 class Overlap:
@@ -143,7 +119,7 @@ class Overlap:
             return False
         if bucket.grads.used != bucket.grads.valid or not bucket.grads.valid <= self._indices[bucket]:
             return False
-        if not bucket.sharding.params and self._edited(bucket):
+        if not bucket.sharding.params and bucket.edits.seen(self._digests):
             return False
         assert fused is not None
         # Planning counts the step, so it comes after all checks.
@@ -161,11 +137,6 @@ class Overlap:
         limit = _WAITING if bucket.grads.streamed else None
         self._submit(bucket, lambda: self._step_early(bucket, parts), None, limit)
         return True
-
-    def _edited(self, bucket: Bucket) -> bool:
-        if not accelerator.holds(bucket.shard):
-            return bucket.edits.seen()
-        return bucket.edits.versions_changed() or bucket in self._digests.edited
 
     def _edited_meanwhile(self) -> str:
         """Say which buckets were edited between the beginning of backward and their step; '': none."""

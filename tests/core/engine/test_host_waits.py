@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +35,13 @@ RUNS = {
     "stochastic rounding": Run(2, keys=_RANDOM),
     "stochastic rounding, counters of torch's fused Adam": Run(2, keys=_RANDOM, optimizer=_FUSED),
 }
+_HOST, _NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": ""}
+AWAY = {
+    "states on the host": Run(2, {"offload_optimizer": _HOST}),
+    "states on the host, stepped beside": Run(2, {"offload_optimizer": {**_HOST, "overlap_step": True}}),
+    "states and weights on the host": Run(3, {"offload_optimizer": _HOST, "offload_param": _HOST}),
+    "states in files": Run(2, {"offload_optimizer": _NVME}),
+}
 
 
 @pytest.mark.parametrize("kernels", [False, True])
@@ -53,6 +61,23 @@ def test_a_step_waits_for_nothing(name: str, kernels: bool) -> None:
     if kernels and not ops.available(torch.device("cpu")):
         pytest.skip("there are no native kernels")
     assert waits(replace(RUNS[name], peer=True, kernels=kernels)) == []
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("name", only(["states on the host"], AWAY))
+def test_a_step_on_the_host_waits_for_the_factor_of_clipping(name: str, kernels: bool, tmp_path: Path) -> None:
+    """That copy alone; for gradients, and for the digests of all compute copies, it waits by events."""
+    if kernels and not ops.available(torch.device("cpu")):
+        pytest.skip("there are no native kernels")
+    (found,) = waits(replace(AWAY[name], peer=True, kernels=kernels), tmp_path)
+    assert found.startswith("to ")
+    assert " defer " in found
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(1, 16), (2, 0)])
+def test_values_of_sharded_weights_are_compared_after_the_first_two_forwards(steps: int, expected: int) -> None:
+    """They are two forwards of eight buckets each, both in the first step."""
+    assert len(waits(Run(3, peer=True, steps=steps))) == expected
 
 
 @pytest.mark.parametrize(
@@ -85,10 +110,24 @@ def test_a_step_waits_for_nothing(name: str, kernels: bool) -> None:
             ),
             "_local_scalar_dense",
         ),
+        (
+            Bug(
+                "lt_zero.core.engine.grad_accumulator:GradAccumulator.arrived",
+                "self.values.arrived()",
+                "self.values.arrived(); self.values.read()[:1].tolist()",
+                "stage 3",
+            ),
+            "tolist",
+        ),
+        (
+            Bug("lt_zero.core.engine.bucket:check_all", "digests=digests", "digests=None", "states on the host"),
+            "_local_scalar_dense",
+        ),
     ],
-    ids=["a list", "a mask", "a counter"],
+    ids=["a list", "a mask", "a counter", "numbers in backward", "a digest for each bucket"],
 )
 def test_a_wait_that_is_planted_is_found(bug: Bug, operator: str) -> None:
     with planted(bug):
-        found = waits(replace(RUNS[bug.run], peer=True))
-    assert {each.split(" ")[0] for each in found} == {operator}
+        found = waits(replace({**RUNS, **AWAY}[bug.run], peer=True))
+    of_clipping = {"to"} if bug.run in AWAY else set()
+    assert {each.split(" ")[0] for each in found} == {operator} | of_clipping
