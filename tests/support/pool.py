@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
@@ -56,12 +56,12 @@ class Place(NamedTuple):
 HERE = Place({"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"})
 
 
-def _serve(connection: Connection, place: Place) -> None:
+def _serve(connection: Connection, place: Place, preload: Sequence[str]) -> None:
     if place.enter is not None:
         place.enter()
     gc.freeze()  # what is imported lives for ever: a collection after each task need not look at it
     os.environ.update(place.environment)
-    mp.set_forkserver_preload(["tests.support.preload"])  # of what this worker starts, as the workers of loaders
+    mp.set_forkserver_preload(["tests.support.preload", *preload])  # of what this worker starts
     import torch
 
     torch.set_num_threads(1)
@@ -122,6 +122,8 @@ class Pool:
         place: where the worker of a rank lives; by default all are on the loopback of this machine.
         limit: seconds of a task.
         parents: whether the workers may start processes. Such a pool has to be closed.
+        preload: modules that these processes need, as the workers of loaders do; each worker has them imported once,
+            before it starts the first one. A module that is not installed is passed by.
     """
 
     def __init__(
@@ -129,9 +131,11 @@ class Pool:
         place: Callable[[int], Place] = lambda rank: HERE,
         limit: float = TASK_TIMEOUT_S,
         parents: bool = False,
+        preload: Sequence[str] = (),
     ) -> None:
         self._place, self._limit = place, limit
         self._parents = parents
+        self._preload = preload
         # Workers are forked from a process that has imported what takes seconds, and has started no thread.
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.support.preload"])
@@ -142,7 +146,7 @@ class Pool:
         started = len(self._workers)
         while len(self._workers) < count:
             ours, theirs = self._context.Pipe()
-            given = (theirs, self._place(len(self._workers)))
+            given = (theirs, self._place(len(self._workers)), self._preload)
             process = self._context.Process(target=_serve, args=given, daemon=not self._parents)
             process.start()
             theirs.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import operator
 import os
 import random
 import signal
@@ -33,6 +34,7 @@ from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
 
 from tests.support.progress_tools import WIDTH, Model, new_trainer
@@ -422,8 +424,7 @@ class Run(Model):
         self.rates: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        given = batch if isinstance(batch, dict) else dict(enumerate(batch)) if isinstance(batch, list) else batch
-        loss = super().training_step(given, batch_idx)
+        loss = super().training_step(dict(enumerate(tree_leaves(batch))), batch_idx)
         self.losses.append(loss.item())
         self.rates.append(float(self.trainer.optimizers[0].param_groups[0]["lr"]))
         return loss
@@ -612,9 +613,9 @@ def web_loader(folder: Path, **options: Any) -> Any:
     import webdataset as wds
 
     data = wds.WebDataset(_shards(folder), shardshuffle=False, nodesplitter=wds.split_by_node)
-    loader = wds.WebLoader(data.map(lambda sample: (_row(sample),)), batch_size=3, **options)
+    loader = wds.WebLoader(data.map(_row_in_tuple), batch_size=3, **options)
     shuffled = loader.unbatched().shuffle(5, initial=3, rng=random.Random(3)).batched(BATCH)
-    return shuffled.map(lambda batch: batch[0]).with_epoch(6)
+    return shuffled.map(operator.itemgetter(0)).with_epoch(6)
 
 
 def _shards(folder: Path) -> list[str]:
@@ -623,6 +624,10 @@ def _shards(folder: Path) -> list[str]:
 
 def _row(sample: Any) -> Tensor:
     return torch.full((WIDTH,), float(sample["txt"]))
+
+
+def _row_in_tuple(sample: Any) -> tuple[Tensor]:
+    return (_row(sample),)
 
 
 @dataclass(frozen=True)

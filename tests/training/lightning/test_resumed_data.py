@@ -21,6 +21,7 @@ from tests.support.resumes import (
     differences_of_a_second_resume,
 )
 
+PACKAGES = ["torchdata.stateful_dataloader", "datasets", "litdata", "webdataset"]  # which cases are named after
 POINTS = ["b1", "b2", "b4", "b6", "b9", "b12", "e0", "e1"]
 FAST = {  # the points of the fast suite, by loader
     "three lengths": ["b6"],
@@ -71,7 +72,7 @@ SECOND_FITS += ["stateful", "opened late", "epoch of a callback"]
 @pytest.fixture(scope="module")
 def parents() -> Iterator[Pool]:
     """Ranks that may start the workers of loaders."""
-    ranks = Pool(limit=600, parents=True)
+    ranks = Pool(limit=600, parents=True, preload=["tests.support.resumes", *PACKAGES])
     yield ranks
     ranks.close()
 
@@ -79,7 +80,8 @@ def parents() -> Iterator[Pool]:
 @pytest.fixture
 def ranks(name: str, request: pytest.FixtureRequest) -> Pool:
     """Ranks for a case; skips if a package that it reads with is missing."""
-    for package in ("torchdata", "datasets", "litdata", "webdataset"):
+    for module in PACKAGES:
+        package = module.partition(".")[0]
         if package in name:
             pytest.importorskip(package)
     found: Pool = request.getfixturevalue("parents" if "workers" in name else "pool")
