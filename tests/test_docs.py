@@ -228,6 +228,8 @@ def parse(typer_app: typer.Typer, arguments: list[str], patch: pytest.MonkeyPatc
     if arguments[:1] == ["compare"] and not there("compare"):
         return
     command: Any = typer.main.get_command(typer_app)
+    if arguments[:1] == ["--import"]:  # the one option before a command, with its value
+        arguments = arguments[2:]
     while hasattr(command, "commands"):
         if not arguments and not whole:
             return
@@ -329,7 +331,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 _IN_FOLDER = r"(?<![\w/.:~<>$}*{-])((?:[\w-]+/)+[\w-]+\.(?:py|tsv|cpp|cuh?|h))(?![\w/*])"
 _SOURCE = r"(?<![\w/.:~<>$}*{-])([\w-]+\.(?:py|tsv|cpp|cuh?))(?![\w/*])"
 _DOTTED = r"(?<![\w./-])(lt_zero(?:\.\w+)+)"
-FOREIGN = {  # what other projects, users and runs have
+NAMES_OF_OTHERS = {  # what other projects, users and runs have
     *("train.py", "sft.py", "ds_to_universal.py", "cifar/cifar10_deepspeed.py", "HelloDeepSpeed/train_bert_ds.py"),
     *("tensor_parallel/basic_example/autotp_example.py", "pipeline_parallelism/train.py"),
     *("gan/gan_deepspeed_train.py", "DeepSpeed-SuperOffload/finetune_zero3.py", "trl/scripts/sft.py"),
@@ -362,10 +364,10 @@ def missing_names(path: Path, sources: set[str]) -> list[str]:
     bases = (ROOT, PACKAGE, PACKAGE / "core", ROOT / "tests", path.parent)
     text = path.read_text(encoding="utf-8")
     found = [name for name in re.findall(_IN_FOLDER, text) if not any((base / name).exists() for base in bases)]
-    found += [name for name in re.findall(_DOTTED, text) if name not in FOREIGN and not is_there(name)]
+    found += [name for name in re.findall(_DOTTED, text) if name not in NAMES_OF_OTHERS and not is_there(name)]
     if about_code:
         found += [name for name in re.findall(_SOURCE, text) if name not in sources]
-    return [name for name in found if name not in FOREIGN]
+    return [name for name in found if name not in NAMES_OF_OTHERS]
 
 
 def test_files_and_names_that_are_told_exist(tmp_path: Path) -> None:
