@@ -29,7 +29,6 @@ from lt_zero.checkpoint.native.torchfile import TensorRecord, TorchFile, Write
 from lt_zero.checkpoint.open import found_at, open_source
 from lt_zero.checkpoint.output import check_space, naming, whole_file, whole_folder
 from lt_zero.checkpoint.source import CheckpointSource, SavedOptimizer, Spec
-from lt_zero.checkpoint.universal import earlier_of, write_universal
 from lt_zero.common.arguments import expect, expect_path
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
@@ -235,6 +234,8 @@ def _write(cast: Cast, target: _Target, specs: Sequence[Spec], training_state: b
         folder = path if target.shard_size or target.format == _UNIVERSAL else path.parent
         check_space(folder, needs + _PER_TENSOR * (len(cast.weights) + len(specs) + 16))
         if target.format == _UNIVERSAL:
+            from lt_zero.checkpoint.universal import write_universal
+
             return write_universal(path, cast, training_state, target.earlier)
     if target.shard_size is not None:
         names = _write_folder(cast, target, target.shard_size)
@@ -368,6 +369,8 @@ def _target(
     if there not in (_There.NOTHING, _There.FOLDER):
         raise CheckpointError(f"{out} is a file, but this export is a folder. Name a folder.")
     if isinstance(out, Path) and format == _UNIVERSAL:
+        from lt_zero.checkpoint.universal import earlier_of
+
         return _Target(out, format, None, earlier_of(out, overwrite))
     earlier = _earlier(out, format, overwrite) if there == _There.FOLDER else []
     return _Target(out, format, limit or SHARD_SIZE, earlier)

@@ -26,16 +26,12 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.formats.dcp import DcpSource
-from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
-from lt_zero.checkpoint.formats.foreign import ForeignSource
 from lt_zero.checkpoint.formats.reading import check_file, opened
-from lt_zero.checkpoint.formats.torch_file import FileSource
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import MANIFEST, file_system, find, inside, is_url, plain_path, whole_file
 from lt_zero.checkpoint.source import CheckpointSource
@@ -46,9 +42,11 @@ from lt_zero.core.comm.world import World
 from lt_zero.core.stores.direct_file import unreadable
 from lt_zero.core.stores.regular_file import read_start
 
+if TYPE_CHECKING:
+    from lt_zero.checkpoint.formats.foreign import ForeignSource
+
 LATEST = "latest"  # the file that names the last checkpoint of a folder
 _LONGEST = 4096  # bytes of a tag
-_KINDS = (DeepSpeedSource, DcpSource, FileSource)
 _NOTES = 10  # maximum warnings about a source
 _LOOKED_FOR = (
     f"a directory of lt_zero ({MANIFEST}, which is written last, so an interrupted save has none), of DeepSpeed "
@@ -165,6 +163,7 @@ def open_source(
     if not native and not target.exists():
         raise CheckpointError(f"There is no checkpoint at {target}: no such file or directory.")
     kind = None if native else _kind_of(target)
+    has_tags = kind is not None and kind.has_tags
     # torch could read the files of a directory of lt_zero without a manifest, but they may be incomplete.
     if not native and (kind is None or (target / "weights-00000.pt").is_file()):
         contents = "a file of an unknown kind"
@@ -173,14 +172,14 @@ def open_source(
             contents = f"a directory with {', '.join(names[:5]) or 'nothing'}{', ...' if len(names) > 5 else ''}"
         lacks = "is not a checkpoint, or not a complete one" if tag is None else f"has no checkpoint {tag!r}"
         raise CheckpointError(f"{target} {lacks}: it is {contents}. Looked for {_LOOKED_FOR}.")
-    if tag is not None and kind is not DeepSpeedSource and os.path.basename(found) != tag:
+    if tag is not None and not has_tags and os.path.basename(found) != tag:
         text = f"{found} has no tag {tag!r}: only a folder with several checkpoints has tags. Leave it out."
         raise CheckpointError(text)
     if kind is None:
         return Archive(found, checks_files)
-    if cuts and kind is not DeepSpeedSource:
+    if cuts and not has_tags:
         raise CheckpointError(f"{target} was not written by a tensor-parallel run of DeepSpeed: leave `--cut` out.")
-    source = DeepSpeedSource(target, tag, inert, cuts) if kind is DeepSpeedSource else kind(target, inert)
+    source = _deepspeed_source(target, tag, inert, cuts) if has_tags else kind(target, inert)
     if tell:
         notes = list(dict.fromkeys(source.notes))
         more = [f"{len(notes) - _NOTES} more notes of this kind."] if len(notes) > _NOTES else []
@@ -189,9 +188,23 @@ def open_source(
     return source
 
 
+def _deepspeed_source(
+    target: Path, tag: str | None, inert: Sequence[str], cuts: Mapping[str, int] | None
+) -> ForeignSource:
+    from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
+
+    return DeepSpeedSource(target, tag, inert, cuts)
+
+
 def _kind_of(target: Path) -> type[ForeignSource] | None:
+    # A run that reads and writes its own format only does not load these.
+    from lt_zero.checkpoint.formats.dcp import DcpSource
+    from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
+    from lt_zero.checkpoint.formats.torch_file import FileSource
+
+    kinds: tuple[type[ForeignSource], ...] = (DeepSpeedSource, DcpSource, FileSource)
     try:
-        return next((kind for kind in _KINDS if kind.looks_like(target)), None)
+        return next((kind for kind in kinds if kind.looks_like(target)), None)
     except OSError as error:
         raise CheckpointError(f"Cannot read {target}: {error}. Check its permissions, or use another copy.") from error
 
@@ -251,11 +264,10 @@ class Identity(NamedTuple):
 
 def of_source(source: CheckpointSource) -> Identity:
     """The identity of an open checkpoint. See Note [Digests]."""
-    assert isinstance(source, Archive | ForeignSource)
-    step = getattr(source, "steps", source.meta.get("global_step"))
-    return Identity(
-        _number(step), source.manifest.checksum if isinstance(source, Archive) else digest_of_parts(source.parts)
-    )
+    step = _number(getattr(source, "steps", source.meta.get("global_step")))
+    if isinstance(source, Archive):
+        return Identity(step, source.manifest.checksum)
+    return Identity(step, digest_of_parts(cast("ForeignSource", source).parts))
 
 
 def of_content(content: Mapping[str, Any], file: str | os.PathLike[str] | None = None) -> Identity:

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lt_zero.checkpoint.formats.foreign import ForeignSource, Saved
 from lt_zero.checkpoint.formats.model_rank import ModelRank
@@ -55,6 +55,8 @@ class DeepSpeedSource(ForeignSource):
         loop: what its engine restores beside weights and optimizer, as ours saves it (training/loop/engine.py); of use
             unless Lightning wrote the checkpoint.
     """
+
+    has_tags: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,12 +41,15 @@ class ForeignSource:
         inert: names of further classes whose objects are left out instead of refused.
 
     Attributes:
+        has_tags: whether a folder of this format has several checkpoints, each with a tag.
         notes: sentences about content that cannot be converted.
         parts: ranges of files that were or may be read: path, begin, end (None: of the file).
 
     Raises:
         CheckpointError: a file is missing, damaged, or has refused content; names it.
     """
+
+    has_tags: ClassVar[bool] = False
 
     def __init__(self, path: str | os.PathLike[str], inert: Collection[str] = ()) -> None:
         self.path, self._inert = Path(path), inert
@@ -65,6 +68,11 @@ class ForeignSource:
         with damage(self.path):
             self._open()
         self._copies.clear()
+
+    @classmethod
+    def looks_like(cls, path: str | os.PathLike[str]) -> bool:
+        """True if ``path`` is of this format; says nothing about whether it is complete."""
+        raise NotImplementedError
 
     def _open(self) -> None:
         """Set ``meta`` and ``parts``; call ``_set_weights``, then ``_add_optimizer`` for each optimizer."""
