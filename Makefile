@@ -169,9 +169,9 @@ compat-data: ## Run the slow tests of data that resumes with torchdata, litdata,
 
 PROGRAMS ?= build/programs
 
-compat-programs: ## Run a tiny training of ms-swift and LLaMA-Factory at stages 2 and 3, each in an environment of its own
+compat-programs: ## Run a tiny training of ms-swift, LLaMA-Factory (stages 2 and 3) and axolotl (stage 3), each in an environment of its own
 	mkdir -p $(PROGRAMS)
-	tests/support/programs.sh $(PYTHON) $(PROGRAMS) swift llamafactory
+	tests/support/programs.sh $(PYTHON) $(PROGRAMS) swift llamafactory axolotl
 
 DIST := dist
 RELEASE := build/release

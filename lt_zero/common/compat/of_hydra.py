@@ -1,7 +1,8 @@
-"""Private APIs of Hydra (checked on hydra-core 1.3.2 to 1.3.8) and OmegaConf (checked on omegaconf 2.3)."""
+"""Private APIs of Hydra (checked on 1.3.2 to 1.3.8 and 1.4.0rc3) and OmegaConf (checked on 2.3 and 2.4.1rc1)."""
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +13,10 @@ _swapping = threading.RLock()  # resolvers are global in OmegaConf
 
 def yaml_loader(text: str) -> Any:
     """PyYAML's loader as OmegaConf sets it up: 1e-5 is a number, a date is text."""
-    from omegaconf._utils import get_yaml_loader
-
+    try:
+        from omegaconf._utils import get_yaml_loader
+    except ImportError:  # 2.4 has a module for it
+        get_yaml_loader = importlib.import_module("omegaconf._yaml").get_yaml_loader
     return get_yaml_loader()(text)
 
 
