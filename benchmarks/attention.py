@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import multiprocessing
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from measuring import Rounds, child, cpu_name, give, interleaved, markdown, memory, ratio, timed
+from measuring import Rounds, cpu_name, interleaved, markdown, memory, ratio, timed
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -94,10 +95,11 @@ def peak_apart(args: argparse.Namespace, name: str, length: int) -> int:
     """``peak`` in a process of its own on a CPU, where memory that was freed may still be resident."""
     if args.device == "cuda":
         return peak(args, name, length)
-    words = ["--peak-of", name, "--lengths", str(length)]
-    for option in ("dtype", "heads", "dim", "device", "threads"):
-        words += [f"--{option}", str(getattr(args, option))]
-    return int(child("attention.py", *words))
+    # It is forked from one that has imported this, which takes seconds, and has computed nothing.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "lt_zero.attention"])
+    with context.Pool(1, torch.set_num_threads, (args.threads,)) as pool:
+        return pool.apply(peak, (args, name, length))
 
 
 def density(name: str, heads: int, length: int) -> float:
@@ -140,13 +142,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--full", type=int, default=8192, help="longest sequence whose whole matrix is computed")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    if args.peak_of:
-        give(peak(args, args.peak_of, args.lengths[0]))
-        return
     device = torch.cuda.get_device_name() if args.device == "cuda" else f"{cpu_name()}, {args.threads} threads"
     load = f"load {os.getloadavg()[0]:.1f}"
     head = f"{args.heads} heads of {args.dim}, {args.dtype}, {device}; torch {torch.__version__}; {load}"
