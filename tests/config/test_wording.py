@@ -13,6 +13,7 @@ from lt_zero.config.interpolations import resolve
 from lt_zero.config.load import examine
 from lt_zero.config.overrides import apply
 from lt_zero.config.read import parse_json, parse_yaml, read
+from tests.support.features import needs_all_blocks
 from tests.support.golden import compare, only_pinned
 
 JSON = [
@@ -165,6 +166,7 @@ def test_what_is_told_is_in_the_golden_file() -> None:
     compare("config", texts)
 
 
+@needs_all_blocks()
 @only_pinned("pydantic")
 def test_the_schema_is_in_the_golden_file() -> None:
     compare("schema", {"lt-zero config schema": json_schema()})

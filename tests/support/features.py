@@ -26,6 +26,11 @@ def needs(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
+def needs_all_blocks() -> pytest.MarkDecorator:
+    """A mark that skips a test of all keys if a feature is missing that brings some of them."""
+    return needs("compression", "sparse_attention", "tiles")
+
+
 # Keys of a configuration, and types of optimizers, that ask for a feature.
 KEYS = {
     "activation_checkpointing": "activation_checkpointing",
