@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
-from contextlib import suppress
+
+_FIRST, _END = 10_000, 32_768  # Linux gives these to no connection
 
 
 def free_port() -> int:
     """A port of this host that nothing listens to.
 
     Ports that the kernel chooses for ``bind`` are those that it also gives to connections, so one can be taken between
-    here and the process that is told to listen to it. Linux gives none below 32,768 to connections.
+    here and the process that is told to listen to it.
+
+    Raises:
+        OSError: there is no loopback interface, or all ports are taken.
     """
-    while True:
-        port = random.SystemRandom().randrange(10_000, 32_768)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+    for port in random.SystemRandom().sample(range(_FIRST, _END), _END - _FIRST):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port
+    raise OSError(errno.EADDRINUSE, f"All ports from {_FIRST} to {_END - 1} are taken: end programs that listen there")
