@@ -167,6 +167,7 @@ class Saver(pl.Callback):
 
 def new_trainer(**options: Any) -> pl.Trainer:
     warnings.filterwarnings("ignore")
+    warnings.filterwarnings("error", ".*is another one now")  # of a pass that is read again
     if dist.is_initialized() and dist.get_world_size() > 1:
         os.environ.update(torchrun_env())
         options["devices"] = dist.get_world_size()

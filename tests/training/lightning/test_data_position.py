@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset, WeightedRandomSampler
 
 from lt_zero.training.lightning.data_position.position import DataPosition, tracked
 from tests.support.matrix import cover, only, only_rows
@@ -83,6 +83,31 @@ class GoesOnByItself(Model):
         return DataLoader(data, batch_sampler=sampler)
 
 
+class ShuffledStream(Stream):
+    """Draws its order, from the random states of the process, when its first row is read."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in torch.randperm(self.count).tolist():
+            yield torch.full((4,), index / self.count)
+
+
+class DrawsBatches(PassesBy):
+    """Draws each batch out of what is left, from the random states of the process."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        left = list(self.sampler)
+        for _ in range(len(self)):
+            yield [left.pop(int(torch.randint(len(left), ()))) for _ in range(self.batch_size)]
+
+
+class BeginsByStep(Model):
+    """Leaves out the samples of the steps that were taken, as programs for plain Lightning do."""
+
+    def train_dataloader(self) -> Any:
+        rows = range(4 * self.trainer.global_step, 24)
+        return DataLoader(Subset(Noisy(), rows), batch_size=4, num_workers=self.loaders())  # type: ignore[arg-type]
+
+
 def test_saving_changes_nothing(tmp_path: Path) -> None:
     options = {"max_epochs": 2, "val_check_interval": 3}
     assert fit(Validated(new_loader), 1, callbacks=[Saver(tmp_path, "batch")], **options) == fit(
@@ -123,6 +148,26 @@ def test_at_the_end_of_an_epoch(case: str, where: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=["batches", "windows"])
 def test_samplers_that_pass_by_what_was_counted(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:
     compare(lambda: GoesOnByItself(kind), tmp_path, stops=[3, 6, 11], **options)
+
+
+def test_a_stream_that_draws_its_order_with_its_first_batch(tmp_path: Path) -> None:
+    compare(lambda: Model(lambda: new_loader(ShuffledStream())), tmp_path, stops=[1, 3])
+
+
+@pytest.mark.parametrize(
+    ("make", "stop"),
+    [
+        (lambda: GoesOnByItself(DrawsBatches), 3),
+        (lambda: BeginsByStep(lambda: 0), 2),
+        (lambda: BeginsByStep(lambda: 0), 4),
+        pytest.param(lambda: BeginsByStep(lambda: 1), 2, marks=pytest.mark.slow),
+    ],
+    ids=["draws between batches", "begins by the step", "begins so late that it ends", "workers"],
+)
+def test_another_order_is_told(make: Any, stop: int, tmp_path: Path) -> None:
+    fit(make(), 1, callbacks=[Saver(tmp_path, "batch", [stop])], max_epochs=1)
+    with pytest.raises(UserWarning, match=f"batch {stop} is another one now.*random numbers.*global_step"):
+        fit(make(), 2, tmp_path / f"{stop}.ckpt", max_epochs=1)
 
 
 @pytest.mark.parametrize("workers", only([{}], [{}, {"persistent_workers": True}]), ids=["workers", "persistent"])

@@ -27,7 +27,8 @@ Note [Repeating a pass]
     samples draw do not matter, as the states are set afterwards. In workers (whose generators advance with their
     samples) and for iterable datasets, batches are loaded and dropped. An order that depends on random numbers drawn
     between batches (``torch.randperm``, beside a model with dropout on the CPU), or on a generator that was not found,
-    cannot be repeated. The last batch that is read again shows it: a warning says that it is another one than before.
+    cannot be repeated. The last batch that is read again, or its indices, show it: a warning says that it is another
+    one than before. So it is where a program passes by what was seen itself, after which the pass begins too late.
     Private state of samplers and data is restored twice: to repeat the pass as it was when the pass began, and then as
     it was before the batch to go on from (see own_state.py). Meanwhile Lightning's counter of batches counts those of
     the pass: samplers that resume by themselves pass by as many batches as it says, and must not do so here.
@@ -670,6 +671,8 @@ class LoaderPosition:
         self.openings = 0  # passes with the same workers
         self.witness: Witness | None = None
         self._before: RandomStates | None = None  # the read that is under way
+        # Of a loader that ``skips_indices``: the number of samples, and the indices of the last batch.
+        self._indices: tuple[int | None, Any] | None = None
         self._epochs = Epochs(self.own.parts)
         self._resumed: list[Iterator[Any]] = []
         self._loaded: Any = None  # the state that a stateful loader was given, until it is read
@@ -736,11 +739,27 @@ class LoaderPosition:
         assert self.make is not None
         states = self._of_workers
         self._of_workers = None
-        return self._openings.passed(self.make, states) if self._openings is not None else self.make()
+        batches = self._openings.passed(self.make, states) if self._openings is not None else self.make()
+        self._watch_indices(batches)
+        return batches
+
+    def _watch_indices(self, batches: Any) -> None:
+        """Remember the indices of each batch, where they are what a resumed run reads again."""
+        self._indices = None
+        indices = getattr(batches, "_sampler_iter", None)
+        if self.skips_indices and indices is not None:
+            # A program that leaves out the samples that were seen gives the same indices to a shorter data set.
+            batches._sampler_iter = self._remembered(indices, _size_of(self.loader.dataset))
+
+    def _remembered(self, indices: Iterator[Any], size: int | None) -> Iterator[Any]:
+        for item in indices:
+            # A sampler may give the same list again, in another order.
+            self._indices = (size, list(item) if type(item) is list else item)
+            yield item
 
     def reading(self, states: RandomStates | None) -> None:
         """The next batch will be read, with these random states; None: with the present ones."""
-        if not self.skips_indices and not self.stateful:
+        if not self.stateful:
             self._before = states or RandomStates.now()
 
     def given(self, batch: Any) -> None:
@@ -748,8 +767,11 @@ class LoaderPosition:
         self.fetched += 1
         self.served += 1
         self._loaded = None
-        if self._before is not None:
-            self.witness, self._before = Witness(batch, self._before), None
+        if self._before is None:
+            return
+        shown = self._indices if self.skips_indices else batch
+        self.witness = Witness(shown, self._before) if shown is not None else None
+        self._before = None
 
     # ---- saving and restoring ------------------------------------------------------------------------------------
 
@@ -945,9 +967,11 @@ class LoaderPosition:
             return self._opened()
         if not same:
             self._warn(
-                f"was read again up to the checkpoint, and batch {count} is another one now: the order of its samples "
-                "is not repeated, and samples may be seen twice or not at all in this epoch. The order depends on "
-                "random numbers that are drawn between batches, on a generator that was not found, or on other data"
+                f"was read again up to the checkpoint, and batch {count} is another one now, or missing: the order of "
+                "its samples is not repeated, and samples may be seen twice or not at all in this epoch. The order "
+                "depends on random numbers that are drawn between batches, on a generator that was not found, or on "
+                "other data, or the program leaves out the samples that were seen (by `trainer.global_step`), as "
+                "lt_zero does by itself"
             )
         return batches
 
@@ -963,18 +987,20 @@ class LoaderPosition:
             # An iterator of an iterator is the same object, so it goes on where it is.
             vars(loader)[name] = items
             batches: Iterator[Any] = iter(loader)
-            witness = None
+            self._watch_indices(batches)
         else:
             batches = items = self._opened()
         item: Any = None
         for number in range(1, count + 1):
             self._feed.repeating(earlier + number - 1)
-            if number == count and witness is not None:
+            # The first batch has the states of the begin of the pass; opening it has drawn from them since.
+            if number == count > 1 and witness is not None:
                 witness.states.apply()
             item = next(items, self)
             if item is self:
-                return batches, True  # the dataset has become smaller: the epoch ends here
-        return batches, witness is None or witness.saw(item)
+                return batches, witness is None  # the dataset has become smaller: the epoch ends here
+        shown = (_size_of(self.loader.dataset), item) if self.skips_indices else item
+        return batches, witness is None or witness.saw(shown)
 
     def tell_unsaved(self) -> None:
         """Warn about private state that a checkpoint does not have."""
@@ -1075,6 +1101,14 @@ class Feed:
         position.cycled = position.exhausted = True
         self._last = ("stop", id(position))
         self._at_end()
+
+
+def _size_of(dataset: Any) -> int | None:
+    """The number of samples of a data set; None if it does not tell."""
+    try:
+        return len(dataset)
+    except Exception:  # of a class of the user's
+        return None
 
 
 def _copied(value: Any) -> Any:
