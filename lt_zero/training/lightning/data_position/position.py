@@ -754,7 +754,7 @@ class LoaderPosition:
     def _remembered(self, indices: Iterator[Any], size: int | None) -> Iterator[Any]:
         for item in indices:
             # A sampler may give the same list again, in another order.
-            self._indices = (size, list(item) if type(item) is list else item)
+            self._indices = (size, list(item) if type(item) is list else _copied(item))
             yield item
 
     def reading(self, states: RandomStates | None) -> None:
@@ -770,7 +770,7 @@ class LoaderPosition:
         if self._before is None:
             return
         shown = self._indices if self.skips_indices else batch
-        self.witness = Witness(shown, self._before) if shown is not None else None
+        self.witness = Witness(shown, self._before, stays=self.skips_indices) if shown is not None else None
         self._before = None
 
     # ---- saving and restoring ------------------------------------------------------------------------------------

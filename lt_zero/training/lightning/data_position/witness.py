@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -28,11 +28,12 @@ class Witness:
         batch: was read. Some of its values are copied, since training may change it; their checksum is only computed
             for a checkpoint, as this is done for each batch.
         states: before it was read.
+        stays: nobody changes the batch, so that no value is copied.
     """
 
-    def __init__(self, batch: Any, states: RandomStates) -> None:
+    def __init__(self, batch: Any, states: RandomStates, stays: bool = False) -> None:
         self.states = states
-        self._some: list[Any] = list(_some_of(batch))
+        self._some: Iterable[Any] = _some_of(batch) if stays else list(_some_of(batch))
         self._digest: int | None = None
 
     @property
