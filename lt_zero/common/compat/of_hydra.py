@@ -1,4 +1,7 @@
-"""Private APIs of Hydra (checked on 1.3.2 to 1.3.8 and 1.4.0rc3) and OmegaConf (checked on 2.3 and 2.4.1rc1)."""
+"""Private APIs of Hydra (checked on hydra-core 1.3.2 to 1.3.8) and OmegaConf (checked on omegaconf 2.3).
+
+Release candidates that work as well: 1.4.0rc3 of Hydra, 2.4.1rc1 of OmegaConf.
+"""
 
 from __future__ import annotations
 
