@@ -17,7 +17,7 @@ from lt_zero import ZeroStrategy
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.load import Loaded, examine
 from lt_zero.core.followers import followers
-from tests.support.features import there
+from tests.support.features import needs_all_blocks, there
 from tests.support.lightning_tools import QUIET
 from tests.support.matrix import only
 from tests.support.paths import DATA
@@ -222,6 +222,7 @@ def test_files_of_transformers_run_unchanged(name: str, tmp_path: Path) -> None:
         assert config.zero_optimization.stage3_gather_16bit_weights_on_model_save
 
 
+@needs_all_blocks()
 def test_old_spellings(tmp_path: Path) -> None:
     loaded = examine(OWN / "old_spellings.json")
     assert loaded.problems == []

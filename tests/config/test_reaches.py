@@ -29,7 +29,7 @@ from tests.support import reach_profiling as prof
 from tests.support import reach_tiles as tiles
 from tests.support import reach_trainer as t
 from tests.support import reach_whole as w
-from tests.support.features import skip_without
+from tests.support.features import needs_all_blocks, skip_without
 from tests.support.pool import Pool
 from tests.support.reach_engine import Config, Lab, nested
 
@@ -467,6 +467,7 @@ def looks(lab: Lab, *configs: Config) -> Iterator[Lab]:
         yield Lab(folder, lab.pool)
 
 
+@needs_all_blocks()
 def test_every_key_has_a_probe() -> None:
     keys = {entry.key for entry in catalog.entries()}
     assert set(PROBES) | set(WITHOUT_CHOICE) == keys

@@ -14,7 +14,7 @@ from lt_zero.offload import host_store
 from lt_zero.parallel.mesh import ParallelSizes
 from tests.support.blended import Attend, Blend, OneProcess, start
 from tests.support.combinations import ALL, COMBINATIONS, FEATURES, MORE, PAGE, PAIRS, RUNS, keys_of, page, refusal
-from tests.support.features import skip_without
+from tests.support.features import needs_all_blocks, skip_without
 from tests.support.matrix import only_rows
 from tests.support.mixtures import MixtureBlock
 from tests.support.parallel_nets import Feed
@@ -121,6 +121,7 @@ def test_a_pair_trains_as_one_process(pool: Pool, first: str, second: str) -> No
     pool.run(_ranks({first, second}), _train, first, second)
 
 
+@needs_all_blocks()
 def test_the_page_says_what_the_configuration_accepts() -> None:
     """If it does not: ``python -m tests.support.combinations``."""
     text = PAGE.read_text(encoding="utf-8")

@@ -17,6 +17,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.parallel import Experts, combine, dispatch
 from lt_zero.parallel.experts import SIZE, cut_experts
 from lt_zero.parallel.mesh import ParallelSizes
+from tests.support.features import skip_without
 from tests.support.host_waits import HostWaits
 from tests.support.matrix import only_rows
 from tests.support.mixtures import NUMBER, FeedForwards, Mixture, dense, go_on, square, start, train_as_one_process
@@ -187,6 +188,7 @@ BLOCK = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 
 
 def test_keys_that_exclude_experts_over_ranks() -> None:
+    skip_without("compression")
     with pytest.raises(ConfigError, match="gradient_compression.algorithm needs the same parameters"):
         ZeroConfig.of({**BLOCK, "gradient_compression": {"algorithm": "topk"}})
 

@@ -22,7 +22,7 @@ from lt_zero import FabricZeroStrategy
 from lt_zero.common.errors import ConfigError
 from lt_zero.parallel import part_group, row_group
 from lt_zero.parallel.mesh import ParallelSizes
-from tests.support.features import there
+from tests.support.features import skip_without, there
 from tests.support.lightning_tools import quick, sharded_trainer, single_trainer, torchrun_env, trust
 from tests.support.matrix import only, only_rows
 from tests.support.pool import Pool
@@ -380,6 +380,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("keys", "text"), REFUSED)
 def test_keys_that_contradict_it_are_named(keys: dict[str, Any], text: str) -> None:
+    skip_without(keys)
     with pytest.raises(ConfigError, match=text.replace(".", r"\.")):
         lt_zero.ZeroConfig.of({"sequence_parallel_size": 2, **keys})
 

@@ -47,10 +47,19 @@ KEYS = {
 }
 
 
-def skip_without(*asked: object) -> None:
-    """Skip the running test if one of these is missing: a feature, or one that a part of a configuration asks for."""
+def missing_features(*asked: object) -> list[str]:
+    """The names of features that are missing: of these, or of those that a part of a configuration asks for."""
     text = repr(asked)
     names = {feature for key, feature in KEYS.items() if f"'{key}'" in text or f"'{feature}'" in text}
-    missing = sorted(name for name in names if not there(name))
-    if missing:
+    return sorted(name for name in names if not there(name))
+
+
+def skip_without(*asked: object) -> None:
+    """Skip the running test if one of these is missing: a feature, or one that a part of a configuration asks for."""
+    if missing := missing_features(*asked):
         pytest.skip(f"not installed: {', '.join(missing)}")
+
+
+def needs_all() -> pytest.MarkDecorator:
+    """A mark that skips a test of what the whole package has if any feature or tool is missing."""
+    return needs("compare", *KEYS.values())
