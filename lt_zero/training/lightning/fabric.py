@@ -192,7 +192,8 @@ class FabricZeroStrategy(DDPStrategy):
         device = self.root_device if self.root_device.type != "cpu" else None
         # A process of multiprocessing has the ranks of its parent until now, and would meet the others as rank 0.
         self._set_world_ranks()
-        if self.num_nodes * self.num_processes == 1:
+        # Lightning, too, asks the cluster environment, which may count tasks that `devices` and `num_nodes` do not.
+        if self.world_size == 1:
             init_alone(self._get_process_group_backend(), self._timeout, device)
         place = place_of(self.cluster_environment, self.global_rank, self.num_nodes * self.num_processes)
         with joining(self.config.communication.link_timeout), met(place, self._timeout):
