@@ -12,8 +12,8 @@ _FIRST, _END = 10_000, 32_768  # Linux gives these to no connection
 def free_port() -> int:
     """A port of this host that nothing listens to.
 
-    Ports that the kernel chooses for ``bind`` are those that it also gives to connections, so one can be taken between
-    here and the process that is told to listen to it.
+    The kernel chooses ports for ``bind`` from the range that it also uses for outgoing connections, so a connection can
+    take such a port before the started process listens to it. This port is outside of that range.
 
     Raises:
         OSError: there is no loopback interface, or all ports are taken.

@@ -243,7 +243,9 @@ class _Joined:
 
     def __init__(self, ranks: Sequence[_Column], cuts: TensorRanks, known: Collection[str]) -> None:
         first = ranks[0]
-        self.shared, self.absent, self.groups = first.shared, first.absent, first.groups
+        self.shared = first.shared
+        self.absent = first.absent
+        self.groups = first.groups
         self.weights: dict[str, Saved] = {}
         self.states: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []

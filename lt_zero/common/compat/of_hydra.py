@@ -92,7 +92,10 @@ def parse_override(text: str) -> HydraOverride:
     from hydra.core.override_parser.types import OverrideType, QuotedString
     from hydra.errors import HydraException
 
-    change, add, force, delete = OverrideType.CHANGE, OverrideType.ADD, OverrideType.FORCE_ADD, OverrideType.DEL
+    change = OverrideType.CHANGE
+    add = OverrideType.ADD
+    force = OverrideType.FORCE_ADD
+    delete = OverrideType.DEL
     kinds: dict[OverrideType, Kind] = {change: "change", add: "add", force: "force", delete: "delete"}
     try:
         found = OverridesParser.create().parse_override(text)

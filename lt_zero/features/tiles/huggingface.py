@@ -149,7 +149,9 @@ class _Labels:
         for parameter in signature.parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
                 given |= given.get(parameter.name, {})
-        labels, shifted, ignored = given.get("labels"), given.get("shift_labels"), given.get("ignore_index", -100)
+        labels = given.get("labels")
+        shifted = given.get("shift_labels")
+        ignored = given.get("ignore_index", -100)
         if labels is None:
             return None
         targets = F.pad(labels, (0, 1), value=ignored)[..., 1:] if shifted is None else shifted
@@ -259,7 +261,9 @@ class DeferredLoss:
     """Loss function of a model: takes the loss that the output layer has computed, or computes that of logits."""
 
     def __init__(self, whole: Callable[..., Tensor], softcap: float | None) -> None:
-        self._whole, self._softcap, self.of_sum = whole, softcap, _of_sum(whole)
+        self._whole = whole
+        self._softcap = softcap
+        self.of_sum = _of_sum(whole)
         self.__name__ = getattr(whole, "__name__", type(whole).__name__)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -28,7 +28,7 @@ class Witness:
         batch: was read. Some of its values are copied, since training may change it; their checksum is only computed
             for a checkpoint, as this is done for each batch.
         states: before it was read.
-        stays: nobody changes the batch, so that no value is copied.
+        stays: whether nobody changes the batch in place. Its values are then read when they are needed, without a copy.
     """
 
     def __init__(self, batch: Any, states: RandomStates, stays: bool = False) -> None:
