@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from lt_zero.core.comm.options import GroupOptions
 from lt_zero.core.comm.shard_group import ShardGroup
+from lt_zero.core.division import Division
 from lt_zero.core.engine.bucket import GatherStrategy
 from lt_zero.core.engine.exchange_plan import ExchangePlan
 from lt_zero.core.engine.options import EngineOptions
@@ -37,6 +39,18 @@ def configure_group(group: ShardGroup, options: GroupOptions, features: Sequence
         feature.join(group)
     if options.steps_beside_forward:
         group.allow_background()
+
+
+def divide(features: Sequence[Feature], group: ShardGroup, config: Any) -> Division:
+    """Divide the run of ``group``, all ranks, as a feature does, or else plainly. Collective.
+
+    Raises:
+        ConfigError: the ranks cannot be divided as ``config`` says.
+    """
+    for feature in features:
+        if (found := feature.divide(group)) is not None:
+            return found
+    return Division(group, config)
 
 
 def adapted(options: EngineOptions, features: Sequence[Feature], training: bool = True) -> EngineOptions:

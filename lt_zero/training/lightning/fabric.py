@@ -24,6 +24,7 @@ from lt_zero.checkpoint.native.load import engine_of, restore_weights
 from lt_zero.checkpoint.native.save import FABRIC
 from lt_zero.checkpoint.open import load_same
 from lt_zero.common import accelerator
+from lt_zero.common.compat import DeviceMesh
 from lt_zero.common.garbage import without_gc
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face, check_face
@@ -37,8 +38,6 @@ from lt_zero.core.engine.guard import owner_of
 from lt_zero.core.engine.materialize import ConstructionSharder
 from lt_zero.core.health.before_joining import met, watch_start
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
-from lt_zero.parallel.mesh import DeviceMesh
-from lt_zero.parallel.sequence.batches import HOOK
 from lt_zero.training.checkpoints import Saving, export_weights, whole_weights
 from lt_zero.training.lightning.arguments import check_launch, explained, with_sizes_of_mesh
 from lt_zero.training.lightning.checkpoint_plugin import writes_directories
@@ -212,14 +211,14 @@ class FabricZeroStrategy(DDPStrategy):
     @property
     def device_mesh(self) -> DeviceMesh | None:
         """The ranks along the axes of parallelism, with Lightning's names; None: all are data ranks."""
-        return self.session.device_mesh
+        return self.session.division.device_mesh
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         if self.device_mesh is None:
             return super().distributed_sampler_kwargs
-        return {"num_replicas": self.session.data_ranks, "rank": self.session.data_rank}
+        return {"num_replicas": self.session.division.data_ranks, "rank": self.session.division.data_rank}
 
     @override
     def all_reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
@@ -228,19 +227,18 @@ class FabricZeroStrategy(DDPStrategy):
         Raises:
             ValueError: sequences are cut over ranks, and it is no mean; see parallel/reductions.py.
         """
-        group = group if is_chosen(group) else self.session.group_of_reduction(reduce_op)
+        group = group if is_chosen(group) else self.session.division.group_of_reduction(reduce_op)
         return super().all_reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather from the ranks that see different tokens, unless ``group`` says from which."""
-        return super().all_gather(tensor, group if is_chosen(group) else self.session.token_group, sync_grads)
+        group = group if is_chosen(group) else self.session.division.token_group
+        return super().all_gather(tensor, group, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide over all ranks, also those that see the same data: all must go on in the same way."""
-        if self.session.mesh is None:
-            return super().reduce_boolean_decision(decision, all)
         agreeing = super().all_reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
         return int(agreeing) == self.world_size if all else bool(agreeing)
 
@@ -255,20 +253,21 @@ class FabricZeroStrategy(DDPStrategy):
         name = type(loader).__name__
 
         def through(make: Callable[[], Any]) -> Any:
-            if session.sequences is None:
+            cut = session.division.batch_cut
+            if cut is None:
                 return make()
-            module = next((engine.root for engine in session.engines if hasattr(engine.root, HOOK)), None)
-            return (session.cut_batch(batch, module) for batch in make())
+            module = next((engine.root for engine in session.engines if hasattr(engine.root, cut.hook)), None)
+            return (session.division.cut_batch(batch, module) for batch in make())
 
         if is_stateful(loader):
             ranks = int(self.distributed_sampler_kwargs["num_replicas"])
             made = LoopLoader(loader, ranks, self.world.rank == 0, through).loader
-        elif session.sequences is None:
+        elif session.division.batch_cut is None:
             return loader
         else:
             made = tracked(loader, through)
         if made is None:
-            if session.sequences is None:
+            if session.division.batch_cut is None:
                 log.warning(
                     f"The loader {name} cannot be tracked: a resumed loop may see samples in another order. Use a "
                     "loader whose class allows subclasses."
@@ -286,7 +285,7 @@ class FabricZeroStrategy(DDPStrategy):
         device, policy = self.world.device, self.precision.policy  # raises before fabric.launch()
         engine = self.session.build(module, self.config, device, policy, training)
         self.precision.engine = engine
-        return ShardedModule(module, engine, self.session.own_numbers)
+        return ShardedModule(module, engine, self.session.division.forward)
 
     @override
     def setup_module_and_optimizers(
@@ -357,8 +356,8 @@ class FabricZeroStrategy(DDPStrategy):
         """Parameters are sharded while they are constructed (stage 3), or made on the meta device if ``empty_init``."""
         zero = self.config.zero_optimization
         placed: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
-        if not empty_init and zero.stage == 3 and self.session.peers.size > 1:
-            placed = ConstructionSharder(self.session.peers, zero.stage3_param_persistence_threshold)
+        if not empty_init and zero.stage == 3 and self.session.division.peers.size > 1:
+            placed = ConstructionSharder(self.session.division.peers, zero.stage3_param_persistence_threshold)
         with placed, self.precision.module_init_context():
             yield
 
@@ -505,7 +504,7 @@ class FabricZeroStrategy(DDPStrategy):
         prefixes = content[FABRIC]["modules"]
         frozen = [prefixes[key] + name for key in prefixes for name in sorted(items.frozen(state[key]))]
         about = self.config, self._shown, self.precision.precision, frozen
-        self.session.save(Saving(content, names, *about, peers=self.session.peers.ranks), path)
+        self.session.save(Saving(content, names, *about, peers=self.session.division.peers.ranks), path)
 
     def wait_for_save(self) -> None:
         """Wait until the save in the background (``checkpoint.async``) is done. Collective.
