@@ -117,7 +117,7 @@ class Division:
 
     @property
     def part_rank(self) -> int:
-        """Which part of the model's tensors this rank has."""
+        """The number of the part of the model's tensors that this rank has."""
         return 0
 
     @property
@@ -162,7 +162,7 @@ class Division:
             _current.clear()
 
     def find(self, kind: type[T]) -> T | None:
-        """What parts of a model ask the run for, by its class; None: the run has none."""
+        """Return what parts of a model ask the run for, by its class; None: the run has none."""
         return None
 
     @property
