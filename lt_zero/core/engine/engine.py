@@ -880,9 +880,9 @@ _leave_uncompiled: Any = torch.compiler.disable(Engine.leave_forward)
 
 def _arm_at_parameter(known: weakref.ref[Engine], grads: object) -> None:
     """Begin a backward at the gradient of a parameter."""
-    engine = still_there(known)
-    if not engine.in_backward:
-        engine._arm()
+    # All parameters of a backward call this, and one of them begins it.
+    if (engine := known()) is None or not engine.in_backward:
+        still_there(known)._arm()
 
 
 def _arm_at_output(tie: Tie[Engine], grads: object) -> None:

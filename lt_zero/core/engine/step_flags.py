@@ -59,6 +59,11 @@ class ExchangedFlags:
             raise KeyError(f"There is no section {name!r} of the step's flags, which has {', '.join(self._places)}.")
         return self._row[self._places[name]]
 
+    def numbers(self) -> dict[str, list[int]]:
+        """The flags of each section by its name: read at once, as each look into a tensor takes a microsecond."""
+        row = self._row.tolist()
+        return {name: row[place] for name, place in self._places.items()}
+
     def copied(self) -> ExchangedFlags:
         """A copy, with the maxima. Waits for them."""
         self.wait()
@@ -99,11 +104,11 @@ class StepFlags:
                 section.launched(work, flags[places[section.name]])
         return ExchangedFlags(work, flags, places)
 
-    def handle(self, found: ExchangedFlags) -> None:
-        """Let the owners handle the maxima, which are there. Raises what they raise."""
+    def handle(self, maxima: Mapping[str, Sequence[int]]) -> None:
+        """Let the owners handle the maxima, by name. Raises what they raise."""
         for section in self._sections:
             if section.handle is not None:
-                section.handle(found[section.name].tolist())
+                section.handle(maxima[section.name])
 
     def nothing(self, like: ExchangedFlags) -> ExchangedFlags:
         """An exchange in which no rank had anything to tell, with as many flags as that one."""

@@ -49,6 +49,14 @@ def is_view(bucket: Bucket) -> bool:
     return is_whole(bucket) and dtype == bucket.dtype
 
 
+def _row_of_views(bucket: Bucket) -> Tensor | None:
+    """The gradients (1D, all elements) of which ``p.grad`` shows views; None: it shows stand-ins."""
+    grads = bucket.grads
+    if not is_view(bucket) or not (grads.accumulated or grads.local is not None):
+        return None
+    return grads.local if grads.local is not None else grads.write()
+
+
 def _with_gradients(places: set[Place]) -> set[Place]:
     """Those of the parameters that still have their gradients."""
     return {(bucket, index) for bucket, index in places if index in bucket.grads.valid}
@@ -149,8 +157,11 @@ class GradViews:
                 return False
         # Compare all parameters, not only those shown: a gradient may have been set where no rank had one.
         with without_torch_function():
-            places = ((bucket, index, p) for bucket in self._buckets for index, p in enumerate(bucket.params))
-            return all(p.grad is self.shown.get((bucket, index)) for bucket, index, p in places)
+            for bucket in self._buckets:
+                for index, parameter in enumerate(bucket.params):
+                    if parameter.grad is not self.shown.get((bucket, index)):
+                        return False
+        return True
 
     def put_aside(self) -> None:
         """Attach nothing until the first backward after ``aside`` is unset; clear what a step has used."""
@@ -171,7 +182,7 @@ class GradViews:
             return
         self._places, self.norms = places, {}
         self._accumulators = [bucket.grads.values for bucket in self._buckets]
-        views = {bucket: is_view(bucket) and not self.defers for bucket in {bucket for bucket, _ in places}}
+        rows = {bucket: None if self.defers else _row_of_views(bucket) for bucket in {bucket for bucket, _ in places}}
         # Guards would intercept each access to ``.grad``, although it needs no values.
         with without_torch_function():
             for bucket, index in places:
@@ -180,11 +191,12 @@ class GradViews:
                 if parameter.grad is not None:
                     self.shown[(bucket, index)] = None
                     continue
-                local = local_rows(bucket, index) if views[bucket] else []
-                grad: Tensor | None = self._hidden.get((bucket, index))
-                if local:
-                    grad = self.parts.show(parameter, local[0].view(bucket.shapes[index]))
-                elif grad is None:
+                row = rows[bucket]
+                grad: Tensor | None
+                if row is not None:
+                    span = bucket.layout.spans[index]
+                    grad = self.parts.show(parameter, row[span.lo : span.hi].view(span.shape))
+                elif (grad := self._hidden.get((bucket, index))) is None:
                     grad = self._stand_in(bucket, index)
                 parameter.grad = self.shown[(bucket, index)] = grad
         self._hidden = {}
@@ -268,7 +280,9 @@ class GradViews:
         gone: dict[Bucket, set[int]] = {}
         for bucket, index in cleared:
             gone.setdefault(bucket, set()).add(index)
-        left = {bucket for bucket, index in shown if index not in gone.get(bucket, ())}
+        left = set[Bucket]()
+        if len(cleared) < len(shown):
+            left = {bucket for bucket, index in shown if index not in gone.get(bucket, ())}
         for bucket, indices in gone.items():
             # Unused parameters were not shown; they are cleared with the last of the others.
             bucket.grads.clear(indices if bucket in left else bucket.grads.held)
@@ -436,12 +450,13 @@ class UnusedParameters:
             flags.wait()
         if self._wide_due:
             self._exchange_wide(flags)
+        maxima = flags.numbers()
         try:
-            self._step_flags.handle(flags)
+            self._step_flags.handle(maxima)
         except RuntimeError:
             self._flags = None
             raise
-        late = [bucket for bucket, flag in zip(self._buckets, flags["late"].tolist(), strict=True) if flag]
+        late = [bucket for bucket, flag in zip(self._buckets, maxima["late"], strict=True) if flag]
         if late:
             if stays:
                 # Detach first: the second reduction takes what ``p.grad`` has, and must not take stand-ins.
@@ -451,7 +466,7 @@ class UnusedParameters:
             flags["late"].zero_()
             self.late = set()
         used = set[Place]()
-        flagged = iter(flags["used"].tolist())
+        flagged = iter(maxima["used"])
         for bucket in self._buckets:
             valid, mine = bucket.grads.valid, islice(flagged, len(bucket.params))
             used |= {(bucket, index) for index, flag in enumerate(mine) if flag and index in valid}

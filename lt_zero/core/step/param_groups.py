@@ -61,6 +61,7 @@ class ShardedParamGroups:
         self._swapped: list[tuple[Parameter, Parameter]] = []  # (parameter, fragment) during a step
         self._grouped: list[list[Parameter]] = []  # the groups' parameters that the places are of
         self._places: list[tuple[Bucket, int, Parameter]] = []
+        self._buckets: set[Bucket] = set()
         # Of the last ``members``: which places had master weights, which were used, and the result.
         self._members: tuple[list[bool], Container[tuple[Bucket, int]], dict[Bucket, list[StepParam]]] | None = None
 
@@ -75,7 +76,8 @@ class ShardedParamGroups:
         if id(parameter) in self._known:
             return self._known[id(parameter)]
         bucket, index = place
-        if _needs_no_master(bucket, parameter):
+        # Frozen, in a bucket that has never trained; the same on all ranks.
+        if not parameter.requires_grad and not bucket.weights.trains:
             return []
         bucket.weights.enable_training(bucket.name)
         shape, master = torch.Size(bucket.shapes[index]), bucket.weights.master
@@ -104,7 +106,13 @@ class ShardedParamGroups:
             owner = self.engine.owner
             self._grouped, self._members = [list(params) for params in groups], None
             self._places = [(*owner[id(p)], p) for params in groups for p in params if id(p) in owner]
+            self._buckets = {bucket for bucket, _, _ in self._places}
         return self._places
+
+    def buckets(self) -> set[Bucket]:
+        """The buckets of ``places``: the same set until a group changes; the caller leaves it as it is."""
+        self.places()
+        return self._buckets
 
     def indices(self) -> dict[Bucket, set[int]]:
         """This optimizer's parameters in each bucket."""
@@ -122,7 +130,7 @@ class ShardedParamGroups:
         places = self.places()
         # Guards would intercept each access to ``requires_grad``, although it needs no values.
         with without_torch_function():
-            trained = [not _needs_no_master(bucket, parameter) for bucket, _, parameter in places]
+            trained = [parameter.requires_grad or bucket.weights.trains for bucket, _, parameter in places]
         if self._members is not None and self._members[:2] == (trained, used):
             return dict(self._members[2])
         found: dict[Bucket, list[StepParam]] = {}
@@ -150,9 +158,13 @@ class ShardedParamGroups:
         groups, state = self.optimizer.param_groups, self.optimizer.state
         self._wide, self._swapped = [group["params"] for group in groups], []
         for group in groups:
-            pairs = [(p, f) for p in group["params"] for f in self._known.get(id(p)) or self.of(p)]
-            group["params"] = [fragment for _, fragment in pairs]
-            self._swapped += [(p, fragment) for p, fragment in pairs if fragment is not p]
+            fragments = []
+            for p in group["params"]:
+                for fragment in self._known.get(id(p)) or self.of(p):
+                    fragments.append(fragment)
+                    if fragment is not p:
+                        self._swapped.append((p, fragment))
+            group["params"] = fragments
         for p, fragment in self._swapped if state else ():
             if p in state:
                 state[fragment] = state.pop(p)
@@ -173,7 +185,8 @@ class ShardedParamGroups:
         for group, wide in zip(self.optimizer.param_groups, self._wide, strict=True):
             group["params"] = wide
         for p, fragment in self._swapped:
-            if fragment in state:
+            # torch computes the hash of a tensor in Python.
+            if state and fragment in state:
                 state[p] = state.pop(fragment)
             fragment.grad = None
         self._wide, self._swapped = None, []
@@ -223,14 +236,10 @@ def _are_same(groups: Sequence[Sequence[Parameter]], others: Sequence[Sequence[P
     """True if both have the same parameters in the same order."""
     if len(groups) != len(others):
         return False
-    return all(
-        len(some) == len(other) and all(map(is_, some, other)) for some, other in zip(groups, others, strict=True)
-    )
-
-
-def _needs_no_master(bucket: Bucket, parameter: Parameter) -> bool:
-    """True if ``parameter`` is frozen, in a bucket that has never trained. The same on all ranks."""
-    return not parameter.requires_grad and not bucket.weights.trains
+    for some, other in zip(groups, others, strict=True):
+        if len(some) != len(other) or not all(map(is_, some, other)):
+            return False
+    return True
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
@@ -262,7 +271,7 @@ class StepOptions:
         members = [list(map(id, some)) for some in params]
         if members != self._members:
             self._see_members(members, params)
-        unfrozen = any(p.requires_grad for p in self._foreign)
+        unfrozen = any([p.requires_grad for p in self._foreign])
         if self._last is not None and unfrozen == bool(self._last.problem) and self._has_same(groups):
             return self._last
         values = self.values()
@@ -284,8 +293,10 @@ class StepOptions:
         """True if the groups have the very objects of the last snapshot, none of which can change in place."""
         if len(groups) != len(self._raw):
             return False
-        pairs = zip(groups, self._raw, strict=True)
-        return all(raw is not None and len(raw) == len(g) and all(map(is_, g.values(), raw)) for g, raw in pairs)
+        for group, raw in zip(groups, self._raw, strict=True):
+            if raw is None or len(raw) != len(group) or not all(map(is_, group.values(), raw)):
+                return False
+        return True
 
     def _see_members(self, members: list[list[int]], params: Sequence[Sequence[Any]]) -> None:
         self._foreign = [p for some in params for p in some if id(p) not in self._engine.owner]
