@@ -74,7 +74,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "training/loop/moved_states",
     ),
     "feature.one_bit": ("features/one_bit/",),
-    "feature.optimizers": ("core/step/full_norms", "optim/adam", "optim/lamb", "optim/lion", "optim/muon"),
+    "feature.optimizers": ("optim/adam", "optim/lamb", "optim/lion", "optim/muon"),
     "feature.pipeline": ("core/comm/point_to_point", "parallel/pipeline/", "training/loop/pipeline_engine"),
     "feature.quantize": ("features/quantize/",),
     "feature.ray": ("ray",),
