@@ -22,7 +22,14 @@ FLOORS = (
     {"core/step", "exchange"},
     {"config"},
     {"parallel"},
-    {"checkpoint", "features/activation_checkpointing", "features/sparse_attention", "features/tiles", *EXCHANGES},
+    {
+        "checkpoint",
+        "features/activation_checkpointing",
+        "features/offload",
+        "features/sparse_attention",
+        "features/tiles",
+        *EXCHANGES,
+    },
     {"optim/__init__"},  # public names, also of a feature
     {"planning"},
     {"zero"},

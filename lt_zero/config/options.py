@@ -72,7 +72,6 @@ def group_options(config: Schema) -> GroupOptions:
         sums_gradients=config.gradient_allreduce_op == "sum",
         prescales=config.prescale_gradients,
         predivide_factor=config.gradient_predivide_factor,
-        steps_beside_forward=zero.offload_optimizer.device != "none" and zero.offload_optimizer.overlap_step is True,
     )
 
 

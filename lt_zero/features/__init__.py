@@ -88,6 +88,18 @@ _TABLE = (
         key="gradient_noise_scale",
         asked=lambda config: config.gradient_noise_scale,
     ),
+    Entry(
+        name="offload",
+        place="lt_zero.features.offload.feature:OffloadedStates",
+        key=f"{_ZERO}.offload_optimizer",
+        asked=lambda config: config.zero_optimization.offload_optimizer.device != "none",
+    ),
+    Entry(
+        name="offload",
+        place="lt_zero.features.offload.feature:OffloadedStates",
+        key=f"{_ZERO}.offload_param",
+        asked=lambda config: config.zero_optimization.param_offload.device != "none",
+    ),
 )
 
 

@@ -47,7 +47,6 @@ from lt_zero.core.engine.gather import Unit, remedy
 from lt_zero.core.engine.guard import Owner, owner_of
 from lt_zero.core.engine.loading import install_load_hooks
 from lt_zero.core.engine.materialize import Materializer
-from lt_zero.core.engine.offload_manager import open_offload
 from lt_zero.core.engine.options import EngineOptions
 from lt_zero.core.engine.outside_steps import AutocastOutsideOfSteps
 from lt_zero.core.engine.partition import (
@@ -67,7 +66,6 @@ from lt_zero.core.stores.pinned import return_freed_memory
 from lt_zero.features import features_of
 from lt_zero.kernels.library import missing
 from lt_zero.kernels.rounding import RoundStochastic
-from lt_zero.offload.host_store import is_apart
 from lt_zero.planning.check import check_build
 
 log = logging.getLogger("lt_zero")
@@ -244,14 +242,14 @@ def _build(
     planned = ask.plan_exchange(features, plan, policy.check_overflow, group)
     codecs = ask.codecs_by(features, planned, training)
     rounding = _rounding_of(policy, world)
-    storage = plan_storage(plan, options, group, is_apart(device), codecs, training, rounding)
+    storage = plan_storage(plan, options, group, accelerator.is_apart(device), codecs, training, rounding)
     exchange = planned.make(group, of_bucket.values())
     shared = owner, deque[Bucket]()
     made = {}
     for bucket, its in of_bucket.items():
         gathers = ask.gathers_of(features, storage[bucket], its)
         made[bucket] = Bucket(bucket, storage[bucket], its, gathers, *shared)
-    offload_manager = open_offload(world, list(made.values()), options, device)
+    offload_manager = ask.place(features, list(made.values()), world, options, device)
     with progress_bar(f"Sharding {len(plan.units)} units ({len(made)} buckets)", len(made), rank=world.rank) as work:
         units, root = _move_in(plan, made, materializer, work)
         materializer.fill_buffers()

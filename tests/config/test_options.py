@@ -99,7 +99,6 @@ OF_GROUPS: dict[str, tuple[dict[str, Any], Any]] = {
     "sums_gradients": ({"gradient_allreduce_op": "sum"}, True),
     "prescales": ({"prescale_gradients": True}, True),
     "predivide_factor": ({"gradient_predivide_factor": 4}, 4.0),
-    "steps_beside_forward": (_states(overlap_step=True), True),
 }
 
 

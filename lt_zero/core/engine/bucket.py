@@ -211,7 +211,7 @@ class Bucket:
         self._owner = owner
         self._sentinels: list[Tensor] = []  # one for each parameter, with sharded parameters
         self.edits = InplaceEdits(self)
-        self.stepped_early = False  # beside the running backward; see overlap.py, Note [Beside backward]
+        self.stepped_early = False  # beside the running backward; see core/step/background_steps.py
         self.unpublished = unpublished
         self._unpublished = False  # the compute copy awaits the background step, or ``_arriving``
         self._arriving: Work | None = None  # a gather of the other ranks' updates
@@ -522,7 +522,7 @@ class Bucket:
         """Write all streamed stores and free their memory."""
         put_away(self.stores())
 
-    # ---- steps and gathers that go on beside the next forward: overlap.py --------------------------------------
+    # ---- steps and gathers that go on beside the next forward: core/step/background_steps.py -------------------
 
     @property
     def can_step_early(self) -> bool:

@@ -67,12 +67,9 @@ PARTS: dict[str, tuple[str, ...]] = {
         "training/loop/monitors",
         "training/run_file",
     ),
-    "feature.offload": (
-        "core/engine/offload_manager",
-        "core/step/overlap",
-        "offload/",
-        "training/loop/moved_states",
-    ),
+    "feature.offload": ("features/offload/", "offload/background", "offload/host_store", "offload/nvme_store"),
+    # What offload and activation_checkpointing share.
+    "feature.host_memory": ("offload/",),
     "feature.one_bit": ("features/one_bit/",),
     "feature.optimizers": ("optim/adam", "optim/lamb", "optim/lion", "optim/muon"),
     "feature.pipeline": ("core/comm/point_to_point", "parallel/pipeline/", "training/loop/pipeline_engine"),
