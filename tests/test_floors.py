@@ -25,6 +25,7 @@ FLOORS = (
     {
         "checkpoint",
         "features/activation_checkpointing",
+        "features/low_bit_states",
         "features/offload",
         "features/sparse_attention",
         "features/tiles",

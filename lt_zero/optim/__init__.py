@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lt_zero.common.places import import_public
+from lt_zero.common.places import import_public, is_there
 from lt_zero.features import is_installed
 from lt_zero.optim.from_config import build_grouped, build_optimizer, build_scheduler, check_optimizer, check_scheduler
 from lt_zero.optim.grouping import param_groups
@@ -30,9 +30,6 @@ _LATER = {
 
 __all__ = [
     "LRRangeTest",
-    "Lamb",
-    "Lion",
-    "Muon",
     "OneCycle",
     "WarmupCosineLR",
     "WarmupDecayLR",
@@ -42,9 +39,10 @@ __all__ = [
     "build_scheduler",
     "check_optimizer",
     "check_scheduler",
-    "muon_groups",
     "param_groups",
 ]
+if is_there("lt_zero.optim.lamb"):
+    __all__ += ["Lamb", "Lion", "Muon", "muon_groups"]
 if is_installed("one_bit"):
     __all__ += ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"]
 

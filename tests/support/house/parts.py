@@ -58,7 +58,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "checkpoint/universal",
     ),
     "feature.late_nodes": ("features/late_nodes/",),
-    "feature.low_bit_states": ("kernels/moments", "kernels/rounding"),
+    "feature.low_bit_states": ("features/low_bit_states/", "kernels/moments", "kernels/rounding"),
     "feature.mesh": ("core/comm/part_ranks", "parallel/"),
     "feature.monitoring": (
         "common/timing",
