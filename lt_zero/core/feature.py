@@ -19,7 +19,7 @@ docs/internals/features.md describes each hook, with examples that run (tests/ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -33,12 +33,15 @@ from lt_zero.common.fields import Whole as Whole
 from lt_zero.common.fields import key as key
 
 if TYPE_CHECKING:  # who reads a configuration needs no engine
+    import torch
     from torch import nn
 
     from lt_zero.core.comm.shard_group import ShardGroup
-    from lt_zero.core.engine.bucket import GatherStrategy
+    from lt_zero.core.comm.world import World
+    from lt_zero.core.engine.bucket import Bucket, GatherStrategy
     from lt_zero.core.engine.engine import Engine
     from lt_zero.core.engine.exchange_plan import ExchangePlan
+    from lt_zero.core.engine.offload import Offload
     from lt_zero.core.engine.options import EngineOptions
     from lt_zero.core.engine.partition import BucketPlan, EnginePlan, GroupFacts
     from lt_zero.core.engine.storage_plan import Codecs, StoragePlan
@@ -178,6 +181,27 @@ class Feature:
         Raises:
             ConfigError: the feature does not fit it.
         """
+
+    def place(
+        self, buckets: Sequence[Bucket], world: World, options: EngineOptions, device: torch.device
+    ) -> Offload | None:
+        """Say where the tensors of buckets are kept, before values are loaded; None: leave it to other features.
+
+        Collective over ``world``; some ranks may have no buckets.
+
+        Args:
+            buckets: of this rank's model; their places change by ``Bucket.set_stores``.
+            world: all ranks.
+            options: of the engine.
+            device: that computes.
+
+        Returns:
+            What the engine and its steps ask about these tensors.
+
+        Raises:
+            SwapError: on all ranks, a place cannot be used.
+        """
+        return None
 
     def gathers(self, row: StoragePlan, group: ShardGroup) -> GatherStrategy | None:
         """Make the strategy by which the weights of one bucket of ``group`` are gathered; None: leave it to others."""

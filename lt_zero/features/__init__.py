@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from functools import cache
 from operator import attrgetter
 from typing import Any
 
+import torch
+
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.fields import Block
-from lt_zero.common.places import load
+from lt_zero.common.places import is_there, load
 from lt_zero.core.feature import Entry, Feature, registered
 
 _ZERO = "zero_optimization"
@@ -33,6 +34,18 @@ _TABLE = (
         key="long_sequences",
         asked=lambda config: config.long_sequences.tiles,
         block="lt_zero.features.tiles.keys:LongSequences",
+    ),
+    Entry(
+        name="moments in 8 bits",
+        place="lt_zero.features.low_bit_states.moments:CodedStates",
+        key="optimizer_states.dtype",
+        asked=lambda config: config.optimizer_states.dtype == torch.int8,
+    ),
+    Entry(
+        name="stochastic rounding",
+        place="lt_zero.features.low_bit_states.rounding:RandomRounding",
+        key="bf16.stochastic_rounding",
+        asked=attrgetter("bf16.stochastic_rounding"),
     ),
     Entry(
         name="quantization of frozen weights",
@@ -88,6 +101,18 @@ _TABLE = (
         key="gradient_noise_scale",
         asked=lambda config: config.gradient_noise_scale,
     ),
+    Entry(
+        name="offload",
+        place="lt_zero.features.offload.feature:OffloadedStates",
+        key=f"{_ZERO}.offload_optimizer",
+        asked=lambda config: config.zero_optimization.offload_optimizer.device != "none",
+    ),
+    Entry(
+        name="offload",
+        place="lt_zero.features.offload.feature:OffloadedStates",
+        key=f"{_ZERO}.offload_param",
+        asked=lambda config: config.zero_optimization.param_offload.device != "none",
+    ),
 )
 
 
@@ -142,8 +167,7 @@ def asks(config: Any, key: str) -> bool:
 
 def is_installed(folder: str) -> bool:
     """True if the feature of that folder is there: what plans suggest has to be."""
-    found = importlib.util.find_spec(f"{__name__}.{folder}")
-    return found is not None and found.origin is not None  # a folder that was taken out may leave bytecode behind
+    return is_there(f"{__name__}.{folder}")
 
 
 def features_of(config: Any) -> list[Feature]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero import Sizes, ZeroConfig, estimate
 from lt_zero.checkpoint.native.pieces import full_optimizer_state
+from lt_zero.common import accelerator
 from lt_zero.config.blocks import Checkpoint, OptimizerBlock
 from lt_zero.config.precision import dtype_policy
 from lt_zero.core.comm.send_sizes import SendSizes
@@ -29,7 +30,6 @@ from lt_zero.core.engine.whole_model import full_state_dict
 from lt_zero.core.stores import store
 from lt_zero.core.stores.pinned import rounded
 from lt_zero.exchange.error_feedback import FeedbackPlan
-from lt_zero.offload import host_store
 from lt_zero.offload.nvme_store import NvmeStore
 from lt_zero.optim import build_optimizer
 from lt_zero.planning.check import RESTING, measured
@@ -370,7 +370,7 @@ def test_overlapped_steps(pool: Pool, tmp_path: Path) -> None:
 def _host_apart() -> None:
     """Two memories on one CPU: what a forecast says of a GPU and its host together."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(host_store, "_apart", True)
+    patch.setattr(accelerator, "_apart", True)
     try:
         for mode, optim, param in itertools.product(("32-true", "bf16-mixed"), ("none", "cpu"), ("none", "cpu")):
             zero = {"stage": 3, "offload_optimizer": {"device": optim}, "offload_param": {"device": param}}

@@ -203,7 +203,7 @@ class Engine(ProcessLocal):
             views=self.grad_views,
             reducer=self.reducer,
             news=news,
-            sums_late=exchange.sums_late,
+            exchange=exchange,
         )
         self.finish_reductions = self.unused_parameters.finish_reductions
         self.sharded_optim = any(not b.is_whole for b in self.buckets)
@@ -741,12 +741,12 @@ class Engine(ProcessLocal):
         """Make master weights, and keep weights gathered as the limits allow. No-op if done before.
 
         Raises:
-            ConfigError: weights that are to be trained rest encoded.
+            ConfigError: weights are to be trained that cannot be.
         """
         if not self.training:
             for bucket in self.buckets:
                 if bucket.wants_grad:
-                    bucket.weights.refuse_codes(bucket.name)
+                    bucket.weights.check_training(bucket.name)
             for handle in self._of_parts:
                 handle.remove()
             self._of_parts = []

@@ -36,7 +36,7 @@ from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.step_flags import Section
 
 _DIGEST = 8  # bytes
-_KEPT = 3  # exchanges whose facts are kept: with slow_node_tolerance a step waits for the one before
+_KEPT = 3  # exchanges whose facts are kept: where ranks may be late, a step waits for the one before
 _ATTRIBUTE = "attribute "  # begins facts about modules of which it is not known whether a forward runs them
 _REMEDY = "Every rank has to compute the same: look for values that depend on the rank, its data or its environment."
 

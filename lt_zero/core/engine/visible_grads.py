@@ -10,7 +10,7 @@ for all parameters), and what is computed element by element (sharded_grad.py). 
 One exchange of flags (step_flags.py), launched when backward ends and waited for at the step, tells all ranks which
 parameters any of them used (reduced_grads.py, Note [Unused parameters]), and which buckets need a second reduction
 (grad_reducer.py, Note [When a bucket is ready]). What others have to tell travels with it. Where ranks do not wait for
-late ones (``communication.slow_node_tolerance``, stage 0) a step waits for the flags of the step before, every
+late ones (``GradientExchange.sums_late``, stage 0) a step waits for the flags of the step before, every
 parameter counts as used, and there are no second reductions.
 """
 
@@ -31,6 +31,7 @@ from lt_zero.common.phases import phase
 from lt_zero.core.comm.ranks import Ranks
 from lt_zero.core.comm.shard_group import ShardGroup, combine_rows
 from lt_zero.core.engine.bucket import Bucket
+from lt_zero.core.engine.exchange import GradientExchange
 from lt_zero.core.engine.grad_reducer import GradReducer
 from lt_zero.core.engine.parts import Parts
 from lt_zero.core.engine.sharded_grad import REMEDY, Place, ShardedGrad, ShardedValues, is_whole, local_rows, stand_in
@@ -364,7 +365,7 @@ class UnusedParameters:
         views: GradViews,
         reducer: GradReducer,
         news: Iterable[Section],
-        sums_late: bool,
+        exchange: GradientExchange,
     ) -> None:
         self._buckets = buckets
         self._views = views
@@ -379,7 +380,8 @@ class UnusedParameters:
             if bucket.is_wide:
                 self._wide.setdefault(bucket.group, []).append(bucket)
         # Ranks do not wait for late ones.
-        self._tolerates = sums_late and any(not bucket.sharding.optim for bucket in buckets)
+        self._exchange = exchange
+        self._tolerates = exchange.sums_late and any(not bucket.sharding.optim for bucket in buckets)
         self._flags: ExchangedFlags | None = None  # of the last backward
         self._wide_due = False  # the flags of ``_wide`` are not exchanged yet
         self._earlier: ExchangedFlags | None = None  # the flags of the step before, if ranks may be late
@@ -518,12 +520,7 @@ class UnusedParameters:
             RuntimeError: there are gradients that no reduction has had.
         """
         if self.late:
-            names = ", ".join(bucket.name for bucket in self.late)
-            raise RuntimeError(
-                f"Gradients of {names} were set after backward. To reduce them all ranks would have to agree, and with "
-                "communication.slow_node_tolerance they do not wait for each other: remove the key, or set p.grad in a "
-                "backward hook."
-            )
+            self._exchange.refuse_second_reduction(", ".join(bucket.name for bucket in self.late))
         earlier = (self._earlier or self._step_flags.nothing(flags)).copied()
         self._earlier = flags
         earlier["used"].fill_(1)

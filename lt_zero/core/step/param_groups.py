@@ -9,7 +9,7 @@ Note [Narrowing]
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Real
 from operator import is_
@@ -169,7 +169,7 @@ class ShardedParamGroups:
             if p in state:
                 state[fragment] = state.pop(p)
 
-    def drop(self, buckets: set[Bucket]) -> None:
+    def drop(self, buckets: Set[Bucket]) -> None:
         """Remove the fragments of stepped buckets from the groups, until ``widen``."""
         if buckets:
             owner = self.engine.owner

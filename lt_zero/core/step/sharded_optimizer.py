@@ -37,10 +37,10 @@ from lt_zero.core.engine.bucket import Bucket, check_all
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.layout import Piece
 from lt_zero.core.engine.optimizer_spec import ExchangingOptimizer, NormedOptimizer
+from lt_zero.core.step.background_steps import BackgroundSteps, OverlappingOffload
 from lt_zero.core.step.full_norms import FullNorms
 from lt_zero.core.step.fused_step import FusedStep, Part
 from lt_zero.core.step.loaded_states import LoadedStates
-from lt_zero.core.step.overlap import Overlap
 from lt_zero.core.step.param_groups import (
     ShardedParamGroups,
     StepOptions,
@@ -191,7 +191,9 @@ class ShardedOptimizer(ProcessLocal):
         fused = engine.options.fused_step and bool(FusedStep.operation_of(optimizer))
         self.fused = FusedStep(self.fragments, self._norms) if fused else None
         self.grads = ReducedGrads(self.fragments)
-        self.overlap = Overlap(self.fragments, self.fused, self.grads)
+        self.overlap = BackgroundSteps()
+        if isinstance(manager, OverlappingOffload):
+            self.overlap = manager.background_steps(self.fragments, self.fused, self.grads)
         manager.accept_partially_stepped()
         self.fragments.adopt_state()
         # Hooks and one attribute: the optimizer keeps its class, and copies and pickles have neither.
@@ -260,7 +262,7 @@ class ShardedOptimizer(ProcessLocal):
         """
         members = self.fragments.members({(bucket, index) for bucket, indices in used.items() for index in indices})
         overlaps = self.engine.offload_manager.overlaps  # the same on all ranks
-        early = self.overlap.take_early(used) if overlaps else set()
+        early = self.overlap.take_early(used) if overlaps else frozenset[Bucket]()
         for bucket in early:
             members.pop(bucket, None)
         check_all(members)
@@ -330,7 +332,6 @@ class ShardedOptimizer(ProcessLocal):
                 self._step_kernel([step])
                 # Refresh now to give the staging buffer back: jobs that were handed over earlier wait for one.
                 step.bucket.weights.refresh()
-            # See overlap.py, Note [Beside the next forward].
             self.overlap.hand_over(step.bucket, step.parts)
         self._step_streamed(steps[StepPath.STREAMED], method)
         for step in steps[StepPath.HOST]:

@@ -246,11 +246,11 @@ def test_a_device_has_its_number_everywhere(monkeypatch: pytest.MonkeyPatch) -> 
     assert with_index(torch.device("cuda", 1)) == torch.device("cuda", 1)
     seen, single = list[Any](), ShardGroup.of_all(World.join(torch.device("cpu")))
 
-    def note(world: Any, buckets: Any, config: Any, device: torch.device) -> Any:
+    def note(features: Any, buckets: Any, world: Any, options: Any, device: torch.device) -> Any:
         seen.append(device)
         raise ZeroDivisionError  # there is no such device here
 
-    monkeypatch.setattr("lt_zero.training.build.open_offload", note)
+    monkeypatch.setattr("lt_zero.core.ask.place", note)
     with pytest.raises(ZeroDivisionError):
         lt_zero.shard(Net(), config_of(0), torch.device("cuda"), group=single)
     assert seen == [torch.device("cuda", 3)]

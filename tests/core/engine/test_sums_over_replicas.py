@@ -25,8 +25,7 @@ from lt_zero.core.comm.work import CollectiveId
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.step.overlap import Overlap
-from lt_zero.offload import host_store
+from lt_zero.features.offload.overlap import Overlap
 from lt_zero.training.loop.access import local_grad
 from tests.support.lightning_tools import BATCH, GPT, sharded_trainer, weights
 from tests.support.matrix import only_rows
@@ -92,7 +91,7 @@ def _train(script: str, stage: int, optimizer: str, zero: dict[str, Any], apart:
     torch.manual_seed(0)
     model = Net().double()
     reference = copy.deepcopy(model)
-    with mock.patch.object(host_store, "_apart", apart):
+    with mock.patch.object(accelerator, "_apart", apart):
         engine = lt_zero.shard(model, config_of(stage, zero))
     made, expected = OPTIMIZERS[optimizer](model.parameters()), OPTIMIZERS[optimizer](reference.parameters())
     owner = lt_zero.ShardedOptimizer(engine, made)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero.checkpoint.native.pieces import full_optimizer_state, load_full_optimizer_state
+from lt_zero.common import accelerator
 from lt_zero.core.comm.shard_group import ShardGroup
-from lt_zero.offload import host_store
 from lt_zero.optim import Lamb
 from tests.support.checkpoint_tools import everything, resume, same
 from tests.support.lamb_tools import RULE, Odd, Transcript, groups_of, lamb, loss
@@ -137,11 +137,11 @@ def _resting(path: str, stage: int) -> None:
         assert any("exp_avg_sq" in b.states for b in engine.buckets) or dist.get_rank() > 0
         close(got, want, (stage, "nvme"))
         engine.offload_manager.close()
-        host_store._apart = True
+        accelerator._apart = True
         try:
             got, engine, _ = train(stage, {"offload_optimizer": {"device": "cpu", "overlap_step": overlap}}, clip=0.5)
         finally:
-            host_store._apart = False
+            accelerator._apart = False
         close(got, want, (stage, "cpu"))
         engine.offload_manager.close()
 

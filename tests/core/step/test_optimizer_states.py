@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
+from lt_zero.common import accelerator
 from lt_zero.common.errors import ConfigError
 from lt_zero.core.engine.optimizer_spec import is_known
 from lt_zero.kernels.moments import CodedMoments
-from lt_zero.offload import host_store
 from lt_zero.optim import Lion
 from lt_zero.planning.check import measured
 from lt_zero.training.lightning.model_report import memory_report
@@ -219,7 +219,7 @@ def _coded_away(path: str, stage: int, optimizer: str) -> None:
         same(got, want, stage)
         assert {s.dtype for b in engine.buckets for s in b.states.values()} == {torch.uint8, torch.float32}
         engine.offload_manager.close()
-        with mock.patch.object(host_store, "_apart", True):
+        with mock.patch.object(accelerator, "_apart", True):
             zero = {"offload_optimizer": {"device": "cpu"}}
             got, engine, _ = train_offloaded(stage, None, optimizer, keys=INT8, zero=zero)
         same(got, want, stage)
@@ -247,7 +247,7 @@ def _away(path: str, stage: int, optimizer: str) -> None:
         assert engine.offload_manager.streams
         engine.offload_manager.close()
     assert nbytes[True] * 2 == nbytes[False]
-    with mock.patch.object(host_store, "_apart", True):
+    with mock.patch.object(accelerator, "_apart", True):
         zero = {"offload_optimizer": {"device": "cpu"}}
         got, engine, _ = train_offloaded(stage, None, optimizer, keys=BF16, zero=zero)
     same(got, want, stage)

@@ -58,7 +58,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "checkpoint/universal",
     ),
     "feature.late_nodes": ("features/late_nodes/",),
-    "feature.low_bit_states": ("kernels/moments", "kernels/rounding"),
+    "feature.low_bit_states": ("features/low_bit_states/", "kernels/moments", "kernels/rounding"),
     "feature.mesh": ("core/comm/part_ranks", "parallel/"),
     "feature.monitoring": (
         "common/timing",
@@ -67,14 +67,11 @@ PARTS: dict[str, tuple[str, ...]] = {
         "training/loop/monitors",
         "training/run_file",
     ),
-    "feature.offload": (
-        "core/engine/offload_manager",
-        "core/step/overlap",
-        "offload/",
-        "training/loop/moved_states",
-    ),
+    "feature.offload": ("features/offload/", "offload/background", "offload/host_store", "offload/nvme_store"),
+    # What offload and activation_checkpointing share.
+    "feature.host_memory": ("offload/",),
     "feature.one_bit": ("features/one_bit/",),
-    "feature.optimizers": ("core/step/full_norms", "optim/adam", "optim/lamb", "optim/lion", "optim/muon"),
+    "feature.optimizers": ("optim/adam", "optim/lamb", "optim/lion", "optim/muon"),
     "feature.pipeline": ("core/comm/point_to_point", "parallel/pipeline/", "training/loop/pipeline_engine"),
     "feature.quantize": ("features/quantize/",),
     "feature.ray": ("ray",),
