@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # who reads a configuration needs no engine
 
     from lt_zero.core.comm.shard_group import ShardGroup
     from lt_zero.core.comm.world import World
+    from lt_zero.core.division import Division
     from lt_zero.core.engine.bucket import Bucket, GatherStrategy
     from lt_zero.core.engine.engine import Engine
     from lt_zero.core.engine.exchange_plan import ExchangePlan
@@ -145,6 +146,16 @@ class Feature:
         return None
 
     # ---- a run -----------------------------------------------------------------------------------------------------
+
+    def divide(self, group: ShardGroup) -> Division | None:
+        """Divide the model, or what is trained on, over all ranks; None: leave it to other features. Collective.
+
+        Called by each face at the begin of a run, once its collectives are there.
+
+        Raises:
+            ConfigError: the ranks cannot be divided so.
+        """
+        return None
 
     def join(self, group: ShardGroup) -> None:
         """Connect the ranks of a group that was configured. Collective; called for each group, in one order.

@@ -34,7 +34,6 @@ from lt_zero.core.comm.world import World, together
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.guard import owner_of
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
-from lt_zero.parallel.sequence.batches import HOOK
 from lt_zero.training.checkpoints import Saving, export_weights, whole_weights
 from lt_zero.training.lightning.arguments import explained
 from lt_zero.training.lightning.checkpoint_plugin import writes_directories
@@ -209,19 +208,18 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         Raises:
             ValueError: sequences are cut over ranks, and it is no mean; see parallel/reductions.py.
         """
-        group = group if is_chosen(group) else self.session.group_of_reduction(reduce_op)
+        group = group if is_chosen(group) else self.session.division.group_of_reduction(reduce_op)
         return super().all_reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather from the ranks that see different tokens, unless ``group`` says from which."""
-        return super().all_gather(tensor, group if is_chosen(group) else self.session.token_group, sync_grads)
+        group = group if is_chosen(group) else self.session.division.token_group
+        return super().all_gather(tensor, group, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide over all ranks, also those that see the same data: all must go on in the same way."""
-        if self.session.mesh is None:
-            return super().reduce_boolean_decision(decision, all)
         return self._decide(decision, all, super().all_reduce)
 
     @override
@@ -235,20 +233,21 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         name = type(loader).__name__
 
         def through(make: Callable[[], Any]) -> Any:
-            if session.sequences is None:
+            cut = session.division.batch_cut
+            if cut is None:
                 return make()
-            module = next((engine.root for engine in session.engines if hasattr(engine.root, HOOK)), None)
-            return (session.cut_batch(batch, module) for batch in make())
+            module = next((engine.root for engine in session.engines if hasattr(engine.root, cut.hook)), None)
+            return (session.division.cut_batch(batch, module) for batch in make())
 
         if is_stateful(loader):
             ranks = int(self.distributed_sampler_kwargs["num_replicas"])
             made = LoopLoader(loader, ranks, self.world.rank == 0, through).loader
-        elif session.sequences is None:
+        elif session.division.batch_cut is None:
             return loader
         else:
             made = tracked(loader, through)
         if made is None:
-            if session.sequences is None:
+            if session.division.batch_cut is None:
                 log.warning(
                     f"The loader {name} cannot be tracked: a resumed loop may see samples in another order. Use a "
                     "loader whose class allows subclasses."
@@ -266,7 +265,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         device, policy = self.world.device, self.precision.policy  # raises before fabric.launch()
         engine = self.session.build(module, self.config, device, policy, training)
         self.precision.engine = engine
-        return ShardedModule(module, engine, self.session.own_numbers)
+        return ShardedModule(module, engine, self.session.division.forward)
 
     @override
     def setup_module_and_optimizers(
@@ -482,7 +481,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         prefixes = content[FABRIC]["modules"]
         frozen = [prefixes[key] + name for key in prefixes for name in sorted(items.frozen(state[key]))]
         about = self.config, self._shown, self.precision.precision, frozen
-        self.session.save(Saving(content, names, *about, peers=self.session.peers.ranks), path)
+        self.session.save(Saving(content, names, *about, peers=self.session.division.peers.ranks), path)
 
     @override
     def load_checkpoint(

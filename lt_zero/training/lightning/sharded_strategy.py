@@ -16,6 +16,7 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 
 from lt_zero.common import accelerator
+from lt_zero.common.compat import DeviceMesh
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face
 from lt_zero.config.blocks import ActivationCheckpointing
@@ -23,7 +24,6 @@ from lt_zero.config.load import Loaded, examine
 from lt_zero.core.comm.process_groups import begin_restarted, check_device, init_alone, joining
 from lt_zero.core.engine.materialize import ConstructionSharder
 from lt_zero.core.health.before_joining import met, watch_start
-from lt_zero.parallel.mesh import DeviceMesh
 from lt_zero.training.lightning.arguments import check_launch, with_sizes_of_mesh
 from lt_zero.training.lightning.launchers import choose_start
 from lt_zero.training.lightning.place import launched_place, place_of
@@ -136,14 +136,14 @@ class ShardedStrategy:
     @property
     def device_mesh(self) -> DeviceMesh | None:
         """The ranks along the axes of parallelism, with Lightning's names; None: all are data ranks."""
-        return self.session.device_mesh
+        return self.session.division.device_mesh
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The number of ranks that see different data, and the index of this one."""
         if self.device_mesh is None:
             return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
-        return {"num_replicas": self.session.data_ranks, "rank": self.session.data_rank}
+        return {"num_replicas": self.session.division.data_ranks, "rank": self.session.division.data_rank}
 
     def _decide(self, decision: bool, all: bool, add: Callable[..., Any]) -> bool:
         """Decide over all ranks, also those that see the same data; ``add`` sums over them. Collective."""
@@ -158,9 +158,10 @@ class ShardedStrategy:
         Raises:
             RuntimeError: the run has not begun.
         """
-        if self.stage != 3 or self.session.peers.size == 1:
+        peers = self.session.division.peers
+        if self.stage != 3 or peers.size == 1:
             return nullcontext()
-        return ConstructionSharder(self.session.peers, self.config.zero_optimization.stage3_param_persistence_threshold)
+        return ConstructionSharder(peers, self.config.zero_optimization.stage3_param_persistence_threshold)
 
     # ---- saves -------------------------------------------------------------------------------------------------
 

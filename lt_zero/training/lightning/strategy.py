@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lt_zero.common.compat import before_distribution, counts_batches, set_device_mesh
+from lt_zero.common.compat import counts_batches, set_device_mesh
 from lt_zero.common.descriptors import explain_full_table
 from lt_zero.common.phases import phase
 from lt_zero.config import ZeroConfig
@@ -32,7 +32,6 @@ from lt_zero.core.comm.world import World
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.full_params import restore_whole, sync_buffers
 from lt_zero.core.followers import end_fit
-from lt_zero.parallel.plan import keeping_ties
 from lt_zero.training.lightning import setup as set_up
 from lt_zero.training.lightning.arguments import explained
 from lt_zero.training.lightning.launchers import TrainerLauncher
@@ -242,19 +241,18 @@ class ZeroStrategy(RunQueries):
         """
         if group is None:
             own = counts_batches(sys._getframe(1))
-            group = self.session.data_group if own else self.session.group_of_reduction(reduce_op)
+            division = self.session.division
+            group = division.data_group if own else division.group_of_reduction(reduce_op)
         return super().reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather from the ranks that see different tokens, unless ``group`` says from which."""
-        return super().all_gather(tensor, group if group is not None else self.session.token_group, sync_grads)
+        return super().all_gather(tensor, group if group is not None else self.session.division.token_group, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide over all ranks, also those that see the same data: all must go on in the same way."""
-        if self.session.mesh is None:
-            return super().reduce_boolean_decision(decision, all)
         return self._decide(decision, all, super().reduce)
 
     @property
@@ -279,10 +277,9 @@ class ZeroStrategy(RunQueries):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.session.compare_model(self._module)  # "auto" depends on it, and whether an engine is used again
         if fitting:
-            self._reconciler.agree(trainer, self._module, world, self.session.data_ranks, self.is_global_zero)
+            self._reconciler.agree(trainer, self._module, world, self.session.division.data_ranks, self.is_global_zero)
         self.checkpoints.set_up(self.run)
-        if self.session.sequences is not None:
-            set_up.refuse_own_reads(self._module, self.session.sequences.ranks.size)
+        set_up.refuse_own_reads(self._module, self.session.division.batch_cut)
         if self.config.zero_optimization.sync_bn_in_backward and self._layer_sync is None:
             self._layer_sync = TorchSyncBatchNorm()
         if fitting and self._layer_sync:
@@ -297,7 +294,7 @@ class ZeroStrategy(RunQueries):
             how = self.root_device, plugin.policy, fitting
             self.session.build(module, self.config, *how, load=self._load_into, weight=self._loss_weight)
         else:
-            self.session.adopt(module)
+            self.session.division.adopt(module)
             self._load_into(known)
         assert self._engine is not None
         if known is None:
@@ -329,9 +326,9 @@ class ZeroStrategy(RunQueries):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         # Optimizers of an earlier run refer to fragments that were freed.
         self._reset_optimizers_and_schedulers()
-        of_ranks = partial(self.session.peers.ask_all, name="parameters to train")
+        of_ranks = partial(self.session.division.peers.ask_all, name="parameters to train")
         self._reconciler.lend_optimizers(trainer.lightning_module, of_ranks)
-        with set_up.naming_idle_stage(self._module, self.session.peers):
+        with set_up.naming_idle_stage(self._module, self.session.division.peers):
             super().setup_optimizers(trainer)
         # Copies of the module that are made during training must not contain the replaced method.
         self._reconciler.take_back()
@@ -343,8 +340,8 @@ class ZeroStrategy(RunQueries):
         for child in self._module.modules():
             if isinstance(child, Metric):
                 child.to(self.root_device)
-        if self.session.token_group is not None:
-            count_data_ranks(self._module, self.session.token_group)  # until ``teardown``
+        if self.session.division.token_group is not None:
+            count_data_ranks(self._module, self.session.division.token_group)  # until ``teardown``
         move_buffers(self._module, self.root_device)
 
     @override
@@ -365,30 +362,27 @@ class ZeroStrategy(RunQueries):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        sharder = self._sharded_construction() if self.session.known is not None else nullcontext()
-        if self.device_mesh is None:
-            with sharder:
-                yield
-            return
+        division = self.session.division
+        sharder = self._sharded_construction() if division.known is not None else nullcontext()
         compare = partial(self.session.compare_peers, self._module)
-        # A module of other layers, or sizes, would send others than its peers wait for.
-        with keeping_ties(self._module), before_distribution(compare), sharder:
+        with division.building(self._module, compare), sharder:
             yield
 
     # ---- running -----------------------------------------------------------------------------------------------
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        ranks = self.session.data_ranks if self.session.known is not None else self.world_size
+        ranks = self.session.division.data_ranks if self.session.known is not None else self.world_size
         return self.data.process(super().process_dataloader(dataloader), self._module.trainer, ranks)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; of its sequences the part of this rank, if they are cut."""
         moved = super().batch_to_device(batch, device, dataloader_idx)
-        if self.session.sequences is None:
+        division = self.session.division
+        if division.batch_cut is None:
             return moved
-        return self.session.cut_batch(moved, self._module, str(self._module.trainer.state.stage))
+        return division.cut_batch(moved, self._module, str(self._module.trainer.state.stage))
 
     @override
     def on_train_start(self) -> None:
@@ -422,10 +416,9 @@ class ZeroStrategy(RunQueries):
         if session.saver.pending is not None:
             session.before_step()
         if not self._reconciler.seen:
-            self._reconciler.see(batch, module.trainer, engine.world, session.data_ranks, self.is_global_zero)
-        if session.mesh is not None and session.sequences is None:  # else it is compared before it is cut
-            session.compare_batch(batch)
-        with phase("forward"), engine.forward_scope(), session.own_numbers(module.training):
+            self._reconciler.see(batch, module.trainer, engine.world, session.division.data_ranks, self.is_global_zero)
+        session.division.compare_batch(batch)
+        with phase("forward"), engine.forward_scope(), session.division.forward(module, module.training):
             if not self.monitor.watches:
                 return super().training_step(*args, **kwargs)
             return self.monitor.training_step(module, batch, partial(super().training_step, *args, **kwargs))
