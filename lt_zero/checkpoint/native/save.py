@@ -19,7 +19,6 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 
@@ -46,6 +45,7 @@ from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import without_gc
 from lt_zero.common.units import exact_bytes
 from lt_zero.common.users_code import warn
+from lt_zero.core.comm.process_groups import exists
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.lazy_tensor import Fragment, LazyTensor
 from lt_zero.core.stores.checked_file import FileRecord, Sink, StagingRing
@@ -348,7 +348,7 @@ def write(
     """
     writer = DirectoryWriter(place, made, world.rank, then, tick)
     try:
-        if group is not None and not dist.is_initialized():
+        if group is not None and not exists(group):
             raise CheckpointError(
                 f"{place.name} is not saved: the process group was destroyed before it was written. Call "
                 "wait_for_save() before dist.destroy_process_group()."

@@ -1,4 +1,4 @@
-"""What ranks that write one checkpoint tell each other, through the first of them: plans, results and errors."""
+"""Plans, results and errors of the ranks that write one checkpoint: they go through the first rank."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from lt_zero.common.descriptors import fullness, is_full_table
 from lt_zero.common.errors import CheckpointError
+from lt_zero.core.comm.objects import gather_to_first, scatter_from_first
 
 _T = TypeVar("_T")
 _S = TypeVar("_S")
@@ -23,15 +22,13 @@ class _Failures:
     by_rank: dict[int, str]
 
 
-def through_first(
-    group: dist.ProcessGroup | None, own: Callable[[], _T], unite: Callable[[list[_T]], Sequence[_S]]
-) -> _S:
+def through_first(group: Any, own: Callable[[], _T], unite: Callable[[list[_T]], Sequence[_S]]) -> _S:
     """Let the first rank unite what each has, and return each its own part of the result. Collective over ``group``.
 
     An error of one rank ends the call on all of them.
 
     Args:
-        group: the ranks; None: one process.
+        group: the process group of the ranks; None: one process.
         own: is called on each rank.
         unite: is called on the first rank with what ``own`` has returned, in the order of ranks, if no rank failed.
             Returns as many parts.
@@ -39,17 +36,16 @@ def through_first(
     Raises:
         CheckpointError: on all ranks; names those that failed.
     """
-    size = dist.get_world_size(group) if group is not None else 1
-    rank = dist.get_rank(group) if group is not None else 0
-    mine: Any = _attempt(own, rank)
-    told = _gathered(mine, group, rank, size)
+    size = group.size() if group is not None else 1
+    rank = group.rank() if group is not None else 0
+    told = gather_to_first(_attempt(own, rank), group)
     parts: Any = None
     if rank == 0:
         failures = {number: text for one in told if isinstance(one, _Failures) for number, text in one.by_rank.items()}
         parts = _Failures(failures) if failures else _attempt(lambda: list(unite(told)), rank)
         if isinstance(parts, _Failures):
             parts = [parts] * size
-    part = _scattered(parts, group)
+    part = scatter_from_first(parts, group)
     if isinstance(part, _Failures):
         failed = sorted(part.by_rank.items())
         raise CheckpointError(" ".join(f"rank {number}: {text}" if size > 1 else text for number, text in failed))
@@ -63,24 +59,6 @@ def _attempt(call: Callable[[], Any], rank: int) -> Any:
         return call()
     except BaseException as error:
         return _Failures({rank: _reason(error)})
-
-
-def _gathered(mine: Any, group: dist.ProcessGroup | None, rank: int, size: int) -> list[Any]:
-    """The values of all ranks on the first one; [] on the others."""
-    if group is None:
-        return [mine]
-    told = [None] * size if rank == 0 else None
-    dist.gather_object(mine, told, dst=dist.get_global_rank(group, 0), group=group)
-    return told or []
-
-
-def _scattered(parts: list[Any], group: dist.ProcessGroup | None) -> Any:
-    """One of the first rank's ``parts`` for each rank."""
-    if group is None:
-        return parts[0]
-    received = [None]
-    dist.scatter_object_list(received, parts, src=dist.get_global_rank(group, 0), group=group)
-    return received[0]
 
 
 def _reason(error: BaseException) -> str:
