@@ -249,6 +249,8 @@ class Entry:
         block: of a key at the top level that the feature brings, with its rules; each of its keys has a default. The
             configuration has it as an attribute of the key's name. A text is its place, ``module:class``, of a module
             that is small: it is imported with the configuration. None: the key is one of lt_zero's.
+        off: keys of the block, with the values by which the feature is off, whatever its other keys are. Where the
+            folder of the feature is missing, such a block is read all the same. None: only null and false are off.
     """
 
     name: str
@@ -256,6 +258,7 @@ class Entry:
     key: str
     asked: Callable[[Any], bool]
     block: type[Block] | str | None = None
+    off: Mapping[str, Any] | None = None
 
     @property
     def block_key(self) -> str:

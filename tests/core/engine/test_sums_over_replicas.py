@@ -25,7 +25,6 @@ from lt_zero.core.comm.work import CollectiveId
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.engine import Engine
-from lt_zero.features.offload.overlap import Overlap
 from lt_zero.training.loop.access import local_grad
 from tests.support.lightning_tools import BATCH, GPT, sharded_trainer, weights
 from tests.support.matrix import only_rows
@@ -287,6 +286,8 @@ def _beside_backward(folder: str) -> int:
 
     The weights are those of one process after each step.
     """
+    from lt_zero.features.offload.overlap import Overlap
+
     early = 0
     landed = Overlap._landed
 
