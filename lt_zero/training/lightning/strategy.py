@@ -17,6 +17,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision, TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -39,6 +40,7 @@ from lt_zero.core.followers import end_fit
 from lt_zero.core.health.before_joining import met, watch_start
 from lt_zero.parallel.mesh import DeviceMesh
 from lt_zero.parallel.plan import keeping_ties
+from lt_zero.parallel.sequence.batches import HOOK
 from lt_zero.training.lightning import setup as set_up
 from lt_zero.training.lightning.arguments import check_launch, explained, with_sizes_of_mesh
 from lt_zero.training.lightning.launchers import TrainerLauncher, choose_start
@@ -51,6 +53,7 @@ from lt_zero.training.lightning.setup import RunSnapshot, Signals
 from lt_zero.training.session import move_buffers
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+_MOVES = ("transfer_batch_to_device", "on_after_batch_transfer")  # hooks of the user's while a batch is moved
 
 
 class ZeroStrategy(RunQueries):
@@ -417,10 +420,19 @@ class ZeroStrategy(RunQueries):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; of its sequences the part of this rank, if they are cut."""
-        moved = super().batch_to_device(batch, device, dataloader_idx)
+        move = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
         if self.session.sequences is None:
-            return moved
-        return self.session.cut_batch(moved, self._module, str(self._module.trainer.state.stage))
+            return move(batch)
+        cut = partial(self.session.cut_batch, module=self._module, kind=str(self._module.trainer.state.stage))
+        # On the host, which need not wait for the device then to look at masks and positions.
+        return cut(move(batch)) if self._sees_moved_batches() else move(cut(batch))
+
+    def _sees_moved_batches(self) -> bool:
+        """True if code of the user gets whole batches on the device."""
+        module = self._module
+        data: Any = module.trainer.datamodule  # type: ignore[attr-defined]
+        owners = [module] if data is None else [module, data]
+        return hasattr(module, HOOK) or any(is_overridden(hook, owner) for hook in _MOVES for owner in owners)
 
     @override
     def on_train_start(self) -> None:
