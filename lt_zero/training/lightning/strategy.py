@@ -17,6 +17,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision, TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -43,6 +44,7 @@ from lt_zero.training.lightning.setup import RunSnapshot, Signals
 from lt_zero.training.session import move_buffers
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+_MOVES = ("transfer_batch_to_device", "on_after_batch_transfer")  # hooks of the user's while a batch is moved
 
 
 class ZeroStrategy(RunQueries):
@@ -378,11 +380,20 @@ class ZeroStrategy(RunQueries):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; of its sequences the part of this rank, if they are cut."""
-        moved = super().batch_to_device(batch, device, dataloader_idx)
+        move = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
         division = self.session.division
         if division.batch_cut is None:
-            return moved
-        return division.cut_batch(moved, self._module, str(self._module.trainer.state.stage))
+            return move(batch)
+        cut = partial(division.cut_batch, module=self._module, kind=str(self._module.trainer.state.stage))
+        # On the host, which need not wait for the device then to look at masks and positions.
+        return cut(move(batch)) if self._sees_moved_batches(division.batch_cut.hook) else move(cut(batch))
+
+    def _sees_moved_batches(self, cutting: str) -> bool:
+        """True if code of the user gets whole batches on the device; ``cutting``: name of a hook that does."""
+        module = self._module
+        data: Any = module.trainer.datamodule  # type: ignore[attr-defined]
+        owners = [module] if data is None else [module, data]
+        return hasattr(module, cutting) or any(is_overridden(hook, owner) for hook in _MOVES for owner in owners)
 
     @override
     def on_train_start(self) -> None:
