@@ -209,9 +209,10 @@ class SharedArena:
         """Enter the next barrier of a ``place``; returns its number. In the same order on all ranks."""
         self._refuse_fork()
         _order_memory()
-        self._entries[place] += 1
-        self._segments[0][place] = self._entries[place] % 256
-        return self._entries[place]
+        number = self._entries[place] + 1
+        self._entries[place] = number
+        self._segments[0][place] = number % 256
+        return number
 
     def behind(self, place: int, number: int) -> list[int]:
         """The peers that have not entered that barrier."""

@@ -85,6 +85,8 @@ class StepFlags:
     def __init__(self, peers: Ranks, sections: Iterable[Section]) -> None:
         self._peers = peers
         self._sections = list(sections)
+        self._told = [(section.name, section.launched) for section in self._sections if section.launched is not None]
+        self._handled = [(section.name, section.handle) for section in self._sections if section.handle is not None]
         names = [section.name for section in self._sections]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"Two sections of the step's flags are named {twice[0]!r}. Give each a name of its own.")
@@ -99,16 +101,14 @@ class StepFlags:
             places[section.name] = slice(start, len(row))
         flags = torch.frombuffer(row, dtype=torch.uint8)
         work = self._peers.host_max(flags, "used parameters")
-        for section in self._sections:
-            if section.launched is not None:
-                section.launched(work, flags[places[section.name]])
+        for name, tell in self._told:
+            tell(work, flags[places[name]])
         return ExchangedFlags(work, flags, places)
 
     def handle(self, maxima: Mapping[str, Sequence[int]]) -> None:
         """Let the owners handle the maxima, by name. Raises what they raise."""
-        for section in self._sections:
-            if section.handle is not None:
-                section.handle(maxima[section.name])
+        for name, handle in self._handled:
+            handle(maxima[name])
 
     def nothing(self, like: ExchangedFlags) -> ExchangedFlags:
         """An exchange in which no rank had anything to tell, with as many flags as that one."""

@@ -60,7 +60,7 @@ def _row_of_views(bucket: Bucket) -> Tensor | None:
 
 def _with_gradients(places: set[Place]) -> set[Place]:
     """Those of the parameters that still have their gradients."""
-    return {(bucket, index) for bucket, index in places if index in bucket.grads.valid}
+    return {place for place in places if place[1] in place[0].grads.valid}
 
 
 def _replace(bucket: Bucket, index: int, value: Tensor, parts: Parts) -> None:
@@ -113,6 +113,7 @@ class GradViews:
     def __init__(self, peers: Ranks, buckets: list[Bucket], parts: Parts) -> None:
         self._peers = peers
         self._buckets = buckets
+        self._parameters = [((bucket, index), p) for bucket in buckets for index, p in enumerate(bucket.params)]
         self.parts = parts
         self.complete: Callable[[], None] = lambda: None
         self.shown: dict[Place, Tensor | None] = {}
@@ -157,12 +158,9 @@ class GradViews:
             if grads.local is not None or grads.partial or grads.values is not accumulator:
                 return False
         # Compare all parameters, not only those shown: a gradient may have been set where no rank had one.
+        shown = self.shown
         with without_torch_function():
-            for bucket in self._buckets:
-                for index, parameter in enumerate(bucket.params):
-                    if parameter.grad is not self.shown.get((bucket, index)):
-                        return False
-        return True
+            return all([parameter.grad is shown.get(place) for place, parameter in self._parameters])
 
     def put_aside(self) -> None:
         """Attach nothing until the first backward after ``aside`` is unset; clear what a step has used."""
@@ -268,7 +266,7 @@ class GradViews:
     def drop_cleared(self) -> None:
         """Clear the accumulators whose ``p.grad`` was set to None, to free memory before forward."""
         with without_torch_function():
-            cleared = [(bucket, index) for bucket, index in self.shown if bucket.params[index].grad is None]
+            cleared = [place for place in self.shown if place[0].params[place[1]].grad is None]
         if not cleared:
             return
         self._clear(cleared, self.shown)
@@ -309,7 +307,7 @@ class GradViews:
 
     def _in_order(self) -> list[Place]:
         """The places of all shown gradients, in the order of parameters."""
-        return [(b, i) for b in self._buckets for i in range(len(b.params)) if (b, i) in self._places]
+        return [place for place, _ in self._parameters if place in self._places]
 
     @torch.no_grad()
     def _compute_norms(self, norm_type: float) -> dict[Place, Tensor]:
@@ -418,11 +416,15 @@ class UnusedParameters:
 
     def _report_used(self) -> list[bool]:
         """Report which parameters had a gradient on this rank; notes the ``late`` buckets."""
-        # Guards would intercept each access to ``.grad``, although it needs no values.
-        with without_torch_function():
-            got = [[p.grad is not None for p in b.params] for b in self._buckets]
-        self.late = {b for b, some in zip(self._buckets, got, strict=True) if any(some)}
-        return [g or i in b.grads.used for b, some in zip(self._buckets, got, strict=True) for i, g in enumerate(some)]
+        self.late = set()
+        flags = list[bool]()
+        for bucket in self._buckets:
+            got = bucket.which_have_grads()
+            if any(got):
+                self.late.add(bucket)
+            used = bucket.grads.used
+            flags += [has or index in used for index, has in enumerate(got)]
+        return flags
 
     def _take_nonfinite(self, flags: Sequence[int]) -> None:
         self.nonfinite = bool(flags[0])

@@ -38,7 +38,8 @@ log = logging.getLogger("lt_zero")
 
 def numbers_of(group: Options) -> Options:
     """A copy of a group's hyper-parameters, with numbers for tensors."""
-    numbers = {key: value for key, value in group.items() if key != "params"}
+    numbers = dict(group)
+    numbers.pop("params", None)
     numbers["lr"] = float(group["lr"])
     if "betas" in group:
         numbers["beta1"], numbers["beta2"] = numbers["betas"] = tuple(map(float, group["betas"]))

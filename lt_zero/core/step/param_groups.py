@@ -58,7 +58,9 @@ class ShardedParamGroups:
         self.engine, self.optimizer = engine, optimizer
         self._known: dict[int, list[Parameter]] = {}  # fragments by id of the parameter
         self._wide: list[list[Parameter]] | None = None  # the groups' parameters during a step
-        self._swapped: list[tuple[Parameter, Parameter]] = []  # (parameter, fragment) during a step
+        self._fragments: list[list[Parameter]] | None = None  # of the groups; None: ``narrow`` has to find them
+        self._swapped: list[tuple[Parameter, Parameter]] = []  # (parameter, fragment) of the groups
+        self._bucket_of: dict[int, Bucket] = {}  # by id of these fragments
         self._grouped: list[list[Parameter]] = []  # the groups' parameters that the places are of
         self._places: list[tuple[Bucket, int, Parameter]] = []
         self._buckets: set[Bucket] = set()
@@ -104,7 +106,9 @@ class ShardedParamGroups:
         groups = self.groups()
         if not _are_same(groups, self._grouped):
             owner = self.engine.owner
-            self._grouped, self._members = [list(params) for params in groups], None
+            self._grouped = [list(params) for params in groups]
+            self._members = None
+            self._fragments = None
             self._places = [(*owner[id(p)], p) for params in groups for p in params if id(p) in owner]
             self._buckets = {bucket for bucket, _, _ in self._places}
         return self._places
@@ -131,7 +135,9 @@ class ShardedParamGroups:
         # Guards would intercept each access to ``requires_grad``, although it needs no values.
         with without_torch_function():
             trained = [parameter.requires_grad or bucket.weights.trains for bucket, _, parameter in places]
-        if self._members is not None and self._members[:2] == (trained, used):
+        if self._members is None or self._members[0] != trained:
+            self._fragments = None
+        elif self._members[1] == used:
             return dict(self._members[2])
         found: dict[Bucket, list[StepParam]] = {}
         for (bucket, index, parameter), trains in zip(places, trained, strict=True):
@@ -153,29 +159,31 @@ class ShardedParamGroups:
         return self._wide is not None
 
     def narrow(self) -> None:
-        """Replace parameters by fragments in groups and state. See Note [Narrowing]."""
+        """Replace parameters by fragments in groups and state, after ``members``. See Note [Narrowing]."""
         assert self._wide is None, "a step of this optimizer failed half way; its groups hold fragments"
         groups, state = self.optimizer.param_groups, self.optimizer.state
-        self._wide, self._swapped = [group["params"] for group in groups], []
-        for group in groups:
-            fragments = []
-            for p in group["params"]:
-                for fragment in self._known.get(id(p)) or self.of(p):
-                    fragments.append(fragment)
-                    if fragment is not p:
-                        self._swapped.append((p, fragment))
-            group["params"] = fragments
+        self._wide = [group["params"] for group in groups]
+        for group, fragments in zip(groups, self._fragments or self._find_fragments(), strict=True):
+            group["params"] = list(fragments)
         for p, fragment in self._swapped if state else ():
             if p in state:
                 state[fragment] = state.pop(p)
 
+    def _find_fragments(self) -> list[list[Parameter]]:
+        """The fragments of the groups, kept until ``places`` or ``members`` find other ones."""
+        owner = self.engine.owner
+        pairs = [[(p, fragment) for p in params for fragment in self.of(p)] for params in self._grouped]
+        self._swapped = [(p, fragment) for some in pairs for p, fragment in some if fragment is not p]
+        self._bucket_of = {id(fragment): owner[id(p)][0] for p, fragment in self._swapped}
+        self._fragments = [[fragment for _, fragment in some] for some in pairs]
+        return self._fragments
+
     def drop(self, buckets: Set[Bucket]) -> None:
         """Remove the fragments of stepped buckets from the groups, until ``widen``."""
         if buckets:
-            owner = self.engine.owner
-            done = {id(fragment) for p, fragment in self._swapped if owner[id(p)][0] in buckets}
+            bucket_of = self._bucket_of
             for group in self.optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if id(p) not in done]
+                group["params"] = [p for p in group["params"] if bucket_of.get(id(p)) not in buckets]
 
     def widen(self) -> None:
         """Undo ``narrow``; no-op if groups hold parameters."""
@@ -189,7 +197,7 @@ class ShardedParamGroups:
             if state and fragment in state:
                 state[p] = state.pop(fragment)
             fragment.grad = None
-        self._wide, self._swapped = None, []
+        self._wide = None
 
     def adopt_state(self) -> None:
         """Shard and cast state that the constructor made in the parameters' full shape (Adagrad)."""

@@ -528,10 +528,10 @@ class ShardedOptimizer(ProcessLocal):
         self.before_state_dict()
         self.engine.finish_steps()
         buckets = self.fragments.buckets()
+        members = self.fragments.members(())
         self.fragments.narrow()
         self.engine.before_write()
         try:
-            members = self.fragments.members(())
             self._run(self._plan(members, members, set()), method)
             result = method()
             self._finish()
