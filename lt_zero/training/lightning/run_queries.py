@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lt_zero.checkpoint.export import Format
+from lt_zero.checkpoint.source import Format
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face
 from lt_zero.core.comm.world import World
