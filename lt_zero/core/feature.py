@@ -31,6 +31,7 @@ from lt_zero.common.fields import Positive as Positive
 from lt_zero.common.fields import Real as Real
 from lt_zero.common.fields import Whole as Whole
 from lt_zero.common.fields import key as key
+from lt_zero.core.place_in_run import PlaceInRun as PlaceInRun
 
 if TYPE_CHECKING:  # who reads a configuration needs no engine
     import torch
@@ -66,21 +67,6 @@ class Undo:
 
     def remove(self) -> None:
         self._stack.close()
-
-
-@dataclass(frozen=True)
-class PlaceInRun:
-    """The place of an engine in the run that trains it.
-
-    Attributes:
-        number: of the engine, in the order of set-up; None: there is no run, a caller of ``lt_zero.shard`` trains it.
-        ranks_of_model: so many neighbouring ranks see the same data, and have parts of them or of the model.
-        in_parts: some ranks have parts of the model, or of sequences; then ``ranks_of_model`` may be 1 all the same.
-    """
-
-    number: int | None = None
-    ranks_of_model: int = 1
-    in_parts: bool = False
 
 
 class Restorable(Protocol):

@@ -388,7 +388,7 @@ class DirectoryWriter:
 
     @without_gc  # there may be millions of boxes
     def divided(self, of_ranks: list[BoxesByName]) -> Sequence[BoxesByName]:
-        """What each rank writes, out of what all have. On rank 0."""
+        """Divide what ranks have: the boxes that each writes. On rank 0."""
         parts = divide(of_ranks)
         need = sum(map(_size_of, parts))
         free = self.place.free_bytes()
