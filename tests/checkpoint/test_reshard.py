@@ -20,6 +20,7 @@ from torch import Tensor
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.common import accelerator
 from tests.support.checkpoint_tools import everything, resume
+from tests.support.features import needs
 from tests.support.lightning_tools import GPT
 from tests.support.matrix import only
 from tests.support.pool import Pool
@@ -117,6 +118,7 @@ def as_kept(got: Any, want: Any, where: str) -> None:
         assert got == want, (where, got, want)
 
 
+@needs("offload")
 @pytest.mark.parametrize("part", only([3], range(PARTS)))
 def test_goes_on_elsewhere(pool: Pool, tmp_path: Path, part: int) -> None:
     source: str | None = None

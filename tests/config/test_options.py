@@ -92,7 +92,7 @@ FIELDS: dict[str, tuple[dict[str, Any], Any]] = {
     "predivides": ({"gradient_predivide_factor": 4}, True),
 }
 # Those with tests of their own, and those that features set.
-APART = {"dtypes", "resting", "sent_dense"}
+APART = {"dtypes", "resting", "rounding", "sent_dense"}
 OF_GROUPS: dict[str, tuple[dict[str, Any], Any]] = {
     "topology": ({"communication": {"topology": 2}}, 2),
     "scatters": (_zero(reduce_scatter=False), False),

@@ -106,7 +106,8 @@ class SteppingOffload(OverlappingOffload):
 
     @override
     def close(self) -> None:
-        self.rest()
+        if self.background is not None:
+            self.background.close()
         self.background = None
 
 

@@ -25,7 +25,7 @@ from lt_zero.core.stores import thread_pool as io
 from lt_zero.core.stores.thread_pool import IoPool, SwapError
 from lt_zero.offload import background
 from lt_zero.offload.background import Background, Job
-from tests.support.features import there
+from tests.support.features import needs, skip_without, there
 from tests.support.lightning_tools import GPT, sharded_trainer, weights
 from tests.support.matrix import only_rows
 from tests.support.models import Net
@@ -97,6 +97,8 @@ def _run(folder: str, nvme: bool, fails: bool) -> Any:
     ids=["memory-ends", "files-fails", "memory-fails"],
 )
 def test_no_thread_outlives_a_run(pool: Pool, tmp_path: Path, nvme: bool, fails: bool) -> None:
+    if nvme:
+        skip_without("offload")
     values = pool.run(2, _run, str(tmp_path), nvme, fails)[0]
     assert all(bool((value == value).all()) for value in values.values())
 
@@ -128,6 +130,7 @@ def _other_strategy(folder: str) -> None:
     assert _ours(before) == []
 
 
+@needs("offload")
 def test_the_run_of_another_strategy_leaves_none_either(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _other_strategy, str(tmp_path))
 

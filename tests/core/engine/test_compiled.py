@@ -443,6 +443,5 @@ def _with_options(stage: int, name: str) -> None:
 
 @pytest.mark.parametrize(("stage", "name"), only_rows([(3, "steps beside backward")], CASES))
 def test_options_give_the_bits_of_an_uncompiled_run(pool: Pool, stage: int, name: str) -> None:
-    if "recomputation" in name:
-        skip_without("activation_checkpointing")
+    skip_without(OPTIONS[name])
     pool.run(2, _with_options, stage, name)

@@ -30,6 +30,7 @@ from lt_zero.core.engine.storage_plan import HOST
 from lt_zero.optim import Lamb, Muon, muon_groups
 from lt_zero.planning.check import measured
 from lt_zero.planning.forecast import GRADS, MASTER, MOMENTS, REDUCE, WEIGHTS
+from tests.support.features import skip_without
 from tests.support.matrix import only, only_rows
 from tests.support.models import Block, next_token_loss, tokens
 from tests.support.parity import Case, check, config_of, full_values
@@ -270,6 +271,8 @@ PLACES = [(2, "none"), (1, "cpu"), (3, "nvme"), (0, "nvme")]
     ),
 )
 def test_offloaded_states(pool: Pool, tmp_path: Any, place: tuple[int, str], name: str) -> None:
+    if place[1] != "none":
+        skip_without("offload")
     pool.run(2, _states_at, place, name, str(tmp_path))
 
 

@@ -26,6 +26,7 @@ from lt_zero.core.comm.world import World
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.engine import Engine
 from lt_zero.training.loop.access import local_grad
+from tests.support.features import needs, skip_without
 from tests.support.lightning_tools import BATCH, GPT, sharded_trainer, weights
 from tests.support.matrix import only_rows
 from tests.support.mixtures import WIDTH, Mixture, start
@@ -155,6 +156,7 @@ def test_six_ranks(pool: Pool, script: str, groups: dict[str, Any]) -> None:
     pool.run(6, _train, script, 3, "sgd", {**groups, **RELEASE}, env=SOCKETS)
 
 
+@needs("offload")
 @pytest.mark.parametrize(
     ("script", "place", "apart", "overlap"),
     only_rows(
@@ -275,6 +277,8 @@ def _require(engine: Engine, wanted: dict[str, Tensor], when: str) -> None:
 )
 def test_a_save_in_the_middle_of_a_window(pool: Pool, tmp_path: Path, stage: int, offload: bool) -> None:
     """``offload``: to files, whose steps run beside the next forward."""
+    if offload:
+        skip_without("offload")
     where = {"device": "nvme", "nvme_path": str(tmp_path), "overlap_step": True}
     zero = {**PAIRS, "offload_optimizer": where} if offload else PAIRS
     dtype = torch.float32 if offload else torch.float64  # kernels step that
@@ -325,6 +329,7 @@ def _beside_backward(folder: str) -> int:
     return early
 
 
+@needs("offload")
 def test_a_step_beside_backward_waits_for_the_sums(pool: Pool, tmp_path: Path) -> None:
     assert all(early > 0 for early in pool.run(4, _beside_backward, str(tmp_path), env=SOCKETS))
 
