@@ -1,4 +1,4 @@
-"""How a run is divided over its ranks, and which run this process has joined last.
+"""The division of a run over its ranks, and the run that this process has joined last.
 
 A ``Division`` is plain: each rank has the whole model, and sees data of its own. A feature that gives ranks parts of
 these brings another one (``Feature.divide``).
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_zero.common.transformers_models import warn_of_caches
-from lt_zero.core.feature import PlaceInRun
+from lt_zero.core.place_in_run import PlaceInRun
 
 if TYPE_CHECKING:  # the core asks it nothing
     from lt_zero.common.compat import DeviceMesh

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from lt_zero.common.compat import replace_reentrant_checkpoints
 from lt_zero.common.console import RunConsole
 from lt_zero.common.descriptors import count_run, explaining_full_table
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.places import load
 from lt_zero.common.transformers_models import attentions
 from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
@@ -41,9 +42,36 @@ from lt_zero.core.step.skipped_steps import hold_schedule
 from lt_zero.core.step.supported_optimizers import states_per_element
 from lt_zero.features import features_of
 from lt_zero.planning.check import check_optimizers
-from lt_zero.planning.trial import FOLDER, Trial
 from lt_zero.training.build import built_by, shard
 from lt_zero.training.checkpoints import Saver, Saving
+
+_TRIAL = "LT_ZERO_TRIAL"  # in the environment: the folder of a trial, which this process was started for
+
+
+class Trial(Protocol):
+    """Times the steps of a run, and ends the process: planning/trial.py."""
+
+    def start(
+        self,
+        engine: Engine,
+        config: ZeroConfig,
+        *,
+        data_ranks: int,
+        accumulation: int,
+        micro: int | None = None,
+        saves: bool = False,
+        loop: bool = False,
+    ) -> None:
+        """Begin: set-up is complete."""
+
+    def see_batch(self, batch: Any) -> None:
+        """Note a micro-batch of the script."""
+
+    def leave_out(self) -> None:
+        """Do not count the time until the end of this step."""
+
+    def end_step(self) -> None:
+        """Note the end of an optimizer step. Collective at the end of the trial."""
 
 
 class Session:
@@ -65,8 +93,9 @@ class Session:
         self.face = face
         self.division = Division()
         self.saver = Saver()
-        folder = os.environ.get(FOLDER)
-        self.trial = Trial(Path(folder)) if folder else None
+        self.trial: Trial | None = None
+        if folder := os.environ.get(_TRIAL):
+            self.trial = load("lt_zero.planning.trial:Trial", _TRIAL, "lt-zero tune")(Path(folder))
         self._engines: list[weakref.ref[Engine]] = []
         self._optimizers: list[weakref.ref[ShardedOptimizer]] = []
 

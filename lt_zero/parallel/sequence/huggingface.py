@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 
+from lt_zero.common import accelerator
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.transformers_models import mixes_whole_rows, models_of
 from lt_zero.parallel.sequence.attention import sequence_attention
@@ -267,8 +268,11 @@ def whole_mask(
             f"{SIZE}={ranks.size}: the model got {what}, not a mask of whole rows, [batch, {length}]. Leave it as "
             "cut_batch returns it, and generate outside of the run."
         )
-    if layout.sequences is not None:
-        given["mask_function"] = _inside_of_sequences(base, mask_function, layout.sequences, place.get("config"))
+    if (sequences := layout.sequences) is not None:
+        device = ranks.group.device
+        if accelerator.is_accelerator(device) and not accelerator.holds(sequences):
+            sequences = accelerator.send(sequences, device)  # of a batch that was cut on the host
+        given["mask_function"] = _inside_of_sequences(base, mask_function, sequences, place.get("config"))
         place |= {name: False for name in place if name in ("allow_is_causal_skip", "allow_is_bidirectional_skip")}
     mask = attention_mask if layout.padded else None
     return function(q_length=length, kv_length=length, attention_mask=mask, **given, **place)

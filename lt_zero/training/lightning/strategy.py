@@ -17,31 +17,26 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision, TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lt_zero.common import accelerator
-from lt_zero.common.compat import DeviceMesh, counts_batches, set_device_mesh
+from lt_zero.common.compat import counts_batches, set_device_mesh
 from lt_zero.common.descriptors import explain_full_table
 from lt_zero.common.phases import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import ignored_keys, tell_ignored
 from lt_zero.config.blocks import ActivationCheckpointing
-from lt_zero.config.load import examine
-from lt_zero.core.comm.process_groups import begin_restarted, check_device, init_alone, joining
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.full_params import restore_whole, sync_buffers
-from lt_zero.core.engine.materialize import ConstructionSharder
 from lt_zero.core.followers import end_fit
-from lt_zero.core.health.before_joining import met, watch_start
 from lt_zero.training.lightning import setup as set_up
-from lt_zero.training.lightning.arguments import check_launch, explained, with_sizes_of_mesh
-from lt_zero.training.lightning.launchers import TrainerLauncher, choose_start
+from lt_zero.training.lightning.arguments import explained
+from lt_zero.training.lightning.launchers import TrainerLauncher
 from lt_zero.training.lightning.metrics import count_all_ranks, count_data_ranks
-from lt_zero.training.lightning.place import launched_place, place_of
 from lt_zero.training.lightning.precision import ZeroPrecision
 from lt_zero.training.lightning.reconcile import Reconciler
 from lt_zero.training.lightning.run_queries import RunQueries
@@ -49,6 +44,7 @@ from lt_zero.training.lightning.setup import RunSnapshot, Signals
 from lt_zero.training.session import move_buffers
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+_MOVES = ("transfer_batch_to_device", "on_after_batch_transfer")  # hooks of the user's while a batch is moved
 
 
 class ZeroStrategy(RunQueries):
@@ -114,12 +110,21 @@ class ZeroStrategy(RunQueries):
         expert_parallel_size: int | None = None,
         dp_replicate_size: int | None = None,
     ) -> None:
-        watch_start(launched_place)
-        sizes = tensor_parallel_size, pipeline_parallel_size, sequence_parallel_size, expert_parallel_size
-        overrides = with_sizes_of_mesh(overrides, *sizes, dp_replicate_size)
-        check_launch("ZeroStrategy", start_method, timeout, process_group_backend)
-        default = 3 if config is None else None
-        loaded = examine(config, stage, overrides, default, activation_checkpointing, True, broadcast_buffers)
+        loaded = self._read_arguments(
+            stage=stage,
+            config=config,
+            overrides=overrides,
+            activation_checkpointing=activation_checkpointing,
+            broadcast_buffers=broadcast_buffers,
+            start_method=start_method,
+            timeout=timeout,
+            process_group_backend=process_group_backend,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            sequence_parallel_size=sequence_parallel_size,
+            expert_parallel_size=expert_parallel_size,
+            dp_replicate_size=dp_replicate_size,
+        )
         self._reconciler = Reconciler(loaded.usable(), loaded.marks)
         loaded.announce()
         self._group_timeout = timeout
@@ -204,33 +209,16 @@ class ZeroStrategy(RunQueries):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        start_method = choose_start(self, self.stage, self._start_method)
-        if start_method is None:
+        if not self._starts_ranks():
             return
-        self._start_method = start_method
         super()._configure_launcher()
-        if start_method != "popen":
-            self._launcher = TrainerLauncher(self, start_method)
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        # Accelerators of vendors may leave out the index, which torch needs to bind the process group.
-        return accelerator.with_index(super().root_device)
+        if self._start_method != "popen":
+            self._launcher = TrainerLauncher(self, self._start_method)
 
     @override
     def setup_distributed(self) -> None:
-        check_device(self.root_device, self.num_nodes * self.num_processes, self._get_process_group_backend())
-        device = self.root_device if self.root_device.type != "cpu" else None
-        # A process of multiprocessing has the ranks of its parent until now, and would meet the others as rank 0.
-        self.set_world_ranks()
-        # Lightning, too, asks the cluster environment, which may count tasks that `devices` and `num_nodes` do not.
-        if self.world_size == 1:
-            init_alone(self._get_process_group_backend(), self._timeout, device)
-        place = place_of(self.cluster_environment, self.global_rank, self.num_nodes * self.num_processes)
-        with joining(self.config.communication.link_timeout), met(place, self._timeout):  # Lightning waits here, too
-            begin_restarted(self._get_process_group_backend(), self._timeout, device)
-            super().setup_distributed()  # takes the group that there is
+        with self._connecting(self.set_world_ranks):
+            super().setup_distributed()
 
     @override
     def setup_environment(self) -> None:
@@ -245,18 +233,6 @@ class ZeroStrategy(RunQueries):
         self.checkpoints.begin_run()
         if self.lightning_module is not None and self.device_mesh is not None:
             set_device_mesh(self.lightning_module, self.device_mesh)
-
-    @property
-    def device_mesh(self) -> DeviceMesh | None:
-        """The ranks along the axes of parallelism, with Lightning's names; None: all are data ranks."""
-        return self.session.division.device_mesh
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        if self.device_mesh is None:
-            return super().distributed_sampler_kwargs
-        return {"num_replicas": self.session.division.data_ranks, "rank": self.session.division.data_rank}
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
@@ -279,9 +255,7 @@ class ZeroStrategy(RunQueries):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide over all ranks, also those that see the same data: all must go on in the same way."""
-        number = torch.tensor(int(decision), device=self.root_device)
-        agreeing = super().reduce(number, reduce_op="sum")
-        return bool(agreeing == self.world_size) if all else bool(agreeing)
+        return self._decide(decision, all, super().reduce)
 
     @property
     def _node_rank(self) -> int:
@@ -391,10 +365,7 @@ class ZeroStrategy(RunQueries):
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
         division = self.session.division
-        zero = self.config.zero_optimization
-        sharder: AbstractContextManager[Any] = nullcontext()
-        if self.stage == 3 and division.known is not None and division.peers.size > 1:
-            sharder = ConstructionSharder(division.peers, zero.stage3_param_persistence_threshold)
+        sharder = self._sharded_construction() if division.known is not None else nullcontext()
         compare = partial(self.session.compare_peers, self._module)
         with division.building(self._module, compare), sharder:
             yield
@@ -409,11 +380,20 @@ class ZeroStrategy(RunQueries):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; of its sequences the part of this rank, if they are cut."""
-        moved = super().batch_to_device(batch, device, dataloader_idx)
+        move = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
         division = self.session.division
         if division.batch_cut is None:
-            return moved
-        return division.cut_batch(moved, self._module, str(self._module.trainer.state.stage))
+            return move(batch)
+        cut = partial(division.cut_batch, module=self._module, kind=str(self._module.trainer.state.stage))
+        # On the host, which need not wait for the device then to look at masks and positions.
+        return cut(move(batch)) if self._sees_moved_batches(division.batch_cut.hook) else move(cut(batch))
+
+    def _sees_moved_batches(self, cutting: str) -> bool:
+        """True if code of the user gets whole batches on the device; ``cutting``: name of a hook that does."""
+        module = self._module
+        data: Any = module.trainer.datamodule  # type: ignore[attr-defined]
+        owners = [module] if data is None else [module, data]
+        return hasattr(module, cutting) or any(is_overridden(hook, owner) for hook in _MOVES for owner in owners)
 
     @override
     def on_train_start(self) -> None:

@@ -252,7 +252,7 @@ class TrainingEngine(EngineQueries):
         """
         if self._sharded is None:
             raise RuntimeError("engine.backward needs an optimizer: pass one to lt_zero.initialize, or configure one.")
-        self.moved.refuse("engine.backward")
+        self._need_states("engine.backward")
         expect(loss, Tensor, "The loss of engine.backward", "pass a tensor with one element")
         if loss.numel() != 1:
             raise ValueError(
@@ -283,7 +283,7 @@ class TrainingEngine(EngineQueries):
         """
         if self._sharded is None or self.optimizer is None:
             raise RuntimeError("engine.step needs an optimizer: pass one to lt_zero.initialize, or configure one.")
-        self.moved.refuse("engine.step")
+        self._need_states("engine.step")
         if self._quiet:
             raise RuntimeError("engine.step() was called inside of engine.no_sync(). Call it after the context.")
         if self.loss_scale_controller.scaler is not None and not self._scaled:
@@ -382,7 +382,7 @@ class TrainingEngine(EngineQueries):
         Raises:
             CheckpointError: that save has failed.
         """
-        self.moved.reload()
+        self.reload_states()
         ended.add(self.engine)
         self.monitor.end(self.loss_scale_controller)
         self.engine.grad_views.abort()
@@ -400,7 +400,7 @@ class TrainingEngine(EngineQueries):
 
     def module_state_dict(self) -> dict[str, Any]:
         """The module's state dict with full weights on the CPU of rank 0, {} elsewhere. Collective."""
-        self.moved.refuse("engine.module_state_dict")
+        self._need_states("engine.module_state_dict")
         return whole_weights(self.engine, "engine.module_state_dict")
 
     @without_gc
@@ -428,7 +428,7 @@ class TrainingEngine(EngineQueries):
         Raises:
             CheckpointError: on all ranks, also if their tags differ; earlier checkpoints are kept.
         """
-        self.moved.refuse("engine.save_checkpoint")
+        self._need_states("engine.save_checkpoint")
         expect_path(save_dir, "engine.save_checkpoint(save_dir=...)")
         save_dir = save_dir or os.curdir
         self.world.roll_call("engine.save_checkpoint")
@@ -484,7 +484,7 @@ class TrainingEngine(EngineQueries):
             CheckpointError: on all ranks; before anything is loaded if tags differ, or the optimizer does not fit.
             ValueError: ``custom_load_fn`` is given, an argument of DeepSpeed's.
         """
-        self.moved.refuse("engine.load_checkpoint")
+        self._need_states("engine.load_checkpoint")
         expect_path(load_dir, "engine.load_checkpoint(load_dir=...)")
         load_dir = load_dir or os.curdir
         if custom_load_fn is not None:
@@ -561,7 +561,7 @@ class TrainingEngine(EngineQueries):
         Raises:
             CheckpointError, ValueError: on all ranks.
         """
-        self.moved.refuse("engine.save_16bit_model")
+        self._need_states("engine.save_16bit_model")
         with self.world.agree("making the folder", CheckpointError):
             if self.world.rank == 0 and not is_url(save_dir):
                 Path(plain_path(save_dir)).mkdir(parents=True, exist_ok=True)
@@ -581,7 +581,7 @@ class TrainingEngine(EngineQueries):
 
         Collective.
         """
-        self.moved.refuse("engine._zero3_consolidated_16bit_state_dict")
+        self._need_states("engine._zero3_consolidated_16bit_state_dict")
         left_out = frozen_names(self.engine, exclude_frozen_parameters)
         state = whole_weights(self.engine, "engine._zero3_consolidated_16bit_state_dict", left_out)
         for name, parameter in plain_names.named_parameters(self.module):

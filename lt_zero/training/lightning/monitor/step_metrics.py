@@ -229,7 +229,7 @@ class StepPrinter(RunObserver):
         device, flops, samples = trainer.strategy.root_device, self._operations(), self._samples
         # Each sum is followed by the number of ranks that know their part of it.
         counts = [0.0, self._losses > 0, samples or 0, samples is not None, flops or 0.0, flops is not None]
-        sums = torch.tensor([float(count) for count in counts], dtype=torch.float64, device=device)  # 1D
+        sums = accelerator.send(torch.tensor([float(count) for count in counts], dtype=torch.float64), device)  # 1D
         if self._loss is not None:
             sums[0] = self._loss / self._losses
         session: Session = cast(Any, trainer.strategy).session
@@ -239,7 +239,10 @@ class StepPrinter(RunObserver):
         skipped = plugin.skipped_steps
         figures = tuple((figure, figure.read()) for figure in self._figures)
         if trainer.is_global_zero:
-            loss, losses, total, counted, operations, known = sums.tolist()
+            # The only copy to the host, which waits for the device.
+            norms = [norm.detach().reshape(1).to(sums) for _, _, norm, _ in self._due if norm is not None]
+            loss, losses, total, counted, operations, known, *read = torch.cat([sums, *norms]).tolist()
+            values = iter(read)
             world, seconds = trainer.world_size, None if self._since is None else time.perf_counter() - self._since
             shared: dict[str, Any] = {
                 "loss": loss / losses if losses else None,
@@ -251,7 +254,7 @@ class StepPrinter(RunObserver):
                 "figures": figures,
             }
             for metrics, index, norm, step in self._due:
-                value = norm.item() if norm is not None else None
+                value = next(values) if norm is not None else None
                 if value is not None and plugin.loss_scale_controller.checks and not math.isfinite(value):
                     value = None  # the step was skipped
                 self._show(module, replace(metrics, grad_norm=value, **shared), index, step)
