@@ -61,10 +61,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     "feature.low_bit_states": ("kernels/moments", "kernels/rounding"),
     "feature.mesh": ("core/comm/part_ranks", "parallel/"),
     "feature.monitoring": (
-        "common/timing",
-        "core/step/overflow",
         "training/lightning/monitor/",
         "training/loop/monitors",
+        "training/overflow",
         "training/run_file",
     ),
     "feature.offload": (
