@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 _HOST = ("cpu", "meta")  # kinds of devices that are no accelerator
+_apart = False  # set by tests: treat the CPU as a device with memory of its own
 
 
 # ---- which device ------------------------------------------------------------------------------------------------
@@ -28,6 +29,11 @@ _HOST = ("cpu", "meta")  # kinds of devices that are no accelerator
 def is_accelerator(device: torch.device) -> bool:
     """True if ``device`` is not the host."""
     return device.type not in _HOST
+
+
+def is_apart(device: torch.device) -> bool:
+    """True if ``device`` has memory of its own."""
+    return device.type != "cpu" or _apart
 
 
 def holds(tensor: Tensor) -> bool:

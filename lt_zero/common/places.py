@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +12,12 @@ from lt_zero.common.errors import ConfigError, missing_part
 
 class NotInstalled(ModuleNotFoundError):
     """A public name or a command is of a feature that is not installed."""
+
+
+def is_there(module: str) -> bool:
+    """True if a module is installed, whose package is."""
+    found = importlib.util.find_spec(module)
+    return found is not None and found.origin is not None  # a folder that was taken out may leave bytecode behind
 
 
 def import_public(module: str, name: str) -> ModuleType:

@@ -33,7 +33,7 @@ from lt_zero.core.comm.process_groups import Communicators
 from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.partition import EnginePlan, GroupFacts, plan_engine
 from lt_zero.core.engine.storage_plan import DEVICE, HOST, NVME
-from lt_zero.features import features_of
+from lt_zero.features import features_of, is_installed
 from lt_zero.parallel import experts
 from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.parallel.pipeline.layers import pipeline_of
@@ -395,6 +395,8 @@ class Fit:
 def settings(device: str = "cuda", stage: int | None = None) -> list[Setting]:
     """The ladder. On CPUs, offloading to the CPU changes nothing and is left out."""
     useful = [setting for setting in _LADDER if device != "cpu" or "cpu" not in setting.places]
+    if not is_installed("offload"):
+        useful = [setting for setting in useful if setting.places == ("-", "-")]
     return [setting for setting in useful if stage in (None, setting.stage)]
 
 

@@ -400,7 +400,7 @@ class _Sums:
         return [(DEVICE, REDUCE, max(codes, default=0))]
 
     def offloading(self) -> list[Part]:
-        """Accumulators that are moved off the device in backward, and steps that overlap (core/step/overlap.py)."""
+        """Accumulators that are moved off the device in backward, and steps that overlap (background_steps.py)."""
         files = sorted(rounded(row.shard_numel * row.accumulate.itemsize) for row in self.stored)
         landing = sorted(row.shard_numel * row.accumulate.itemsize for row in self.trained if row.states != DEVICE)
         total = [(DEVICE, OFFLOAD, sum(landing[-IN_FLIGHT:]))] if self.memory == HOST else []

@@ -22,7 +22,7 @@ import lt_zero
 from lt_zero import ZeroConfig, cli
 from lt_zero.config.catalog import explain
 from lt_zero.config.document import Document
-from lt_zero.config.load import validate, with_own_blocks
+from lt_zero.config.load import resolved, validate, with_own_blocks
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.feature import Entry, Feature, PlaceInRun, register, unregister
 from lt_zero.core.followers import Figure
@@ -185,6 +185,7 @@ def test_a_key_of_missing_monitors_says_what_is_missing(without: Callable[[str],
 
 
 def test_a_block_of_a_missing_feature_says_what_is_missing(without: Callable[[str], None]) -> None:
+    whole = resolved(lt_zero.ZeroConfig(stage=2))["long_sequences"]
     without("lt_zero.features.tiles.keys")
     own_blocks.cache_clear()
     try:
@@ -193,6 +194,7 @@ def test_a_block_of_a_missing_feature_says_what_is_missing(without: Callable[[st
         assert validate(document, schema) is None
         off = validate(Document({"long_sequences": False, "zero_optimization": {"stage": 2}}), schema)
         told = explain("long_sequences.tiled_mlp")
+        dumped = [validate(Document({"long_sequences": block}), schema) for block in ({}, whole)]
     finally:
         own_blocks.cache_clear()
     (problem,) = document.problems
@@ -204,7 +206,8 @@ def test_a_block_of_a_missing_feature_says_what_is_missing(without: Callable[[st
     assert re.match(missing, told)
     assert off is not None
     assert off.zero_optimization.stage == 2
-    assert not asks(off, "long_sequences")
+    assert None not in dumped
+    assert [asks(each, "long_sequences") for each in (off, *dumped)] == [False] * 3
 
 
 def test_a_missing_name_and_command_say_what_is_missing(

@@ -58,6 +58,7 @@ from lt_zero.checkpoint.open import (
     opened_source,
     reading,
 )
+from lt_zero.common.compat import is_distributed
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.places import load
@@ -67,7 +68,6 @@ from lt_zero.core.engine.averaged_weights import average_of
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.guard import owner_of
 from lt_zero.core.engine.lazy_tensor import LazyTensor, read_now
-from lt_zero.parallel.local import is_distributed
 from lt_zero.training.checkpoints import (
     Progress,
     Saving,
@@ -182,7 +182,7 @@ class CheckpointService:
         ends = trainer is None or not trainer.training or trainer.state.status == TrainerStatus.INTERRUPTED
         background = run.config.checkpoint.async_save and not (ends or self._synchronous)
         about = run.config, run.shown, engine.policy.mode, self._frozen
-        saving = Saving(content, names, *about, then, run.session.peers.ranks)
+        saving = Saving(content, names, *about, then, run.session.division.peers.ranks)
         run.session.saver.save(saving, path, engine.world, background)
 
     def _collect(self, run: RunSnapshot, checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class CheckpointService:
             content[LT_ZERO] = {**content.get(LT_ZERO, {}), "hparams": "omegaconf"}
         if run.world is not None and "optimizer_states" in checkpoint:
             states = run.world.host_gather(self._data.state_dict(), "random states")
-            content[POSITION] = run.session.of_data_ranks(states)
+            content[POSITION] = [states[rank] for rank in run.session.division.firsts]
             if run.built is not None:
                 content |= beside({"": run.built}, sharded=self._directories)
         self.wait(run)
@@ -385,7 +385,7 @@ class CheckpointService:
             check_schedule(state, config.scheduler, checkpoint.get(LT_ZERO, {}).get("path") or "The checkpoint")
         if POSITION in checkpoint:
             with run.agree("restoring random states and the position in the data", CheckpointError):
-                self._data.load(checkpoint[POSITION], run.session.data_rank, run.session.data_ranks)
+                self._data.load(checkpoint[POSITION], run.session.division.data_rank, run.session.division.data_ranks)
         if not states and (how.load_module_only or not how.load_optimizer_states):
             return
         Progress.of(checkpoint).restore(run.engine, None)  # Lightning gives the loss scale to the precision plugin

@@ -11,7 +11,15 @@ from pathlib import Path
 # Files without their ending, or folders with a slash at the end, relative to the package. The longest one that fits a
 # file decides: a folder belongs to one part, and single files of it to others.
 PARTS: dict[str, tuple[str, ...]] = {
-    "core.engine": ("core/__init__", "core/engine/", "core/ask", "core/feature", "core/followers"),
+    "core.engine": (
+        "core/__init__",
+        "core/engine/",
+        "core/ask",
+        "core/division",
+        "core/feature",
+        "core/place_in_run",
+        "core/followers",
+    ),
     "core.step": ("core/step/", "core/engine/optimizer_spec"),
     "core.comm": ("core/comm/",),
     "core.stores": ("core/stores/",),
@@ -58,7 +66,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "training/lightning/weights_beside",
     ),
     "feature.late_nodes": ("features/late_nodes/",),
-    "feature.low_bit_states": ("kernels/moments", "kernels/rounding"),
+    "feature.low_bit_states": ("features/low_bit_states/", "kernels/moments", "kernels/rounding"),
     "feature.mesh": ("core/comm/part_ranks", "parallel/"),
     "feature.monitoring": (
         "training/lightning/monitor/",
@@ -66,14 +74,11 @@ PARTS: dict[str, tuple[str, ...]] = {
         "training/overflow",
         "training/run_file",
     ),
-    "feature.offload": (
-        "core/engine/offload_manager",
-        "core/step/overlap",
-        "offload/",
-        "training/loop/moved_states",
-    ),
+    "feature.offload": ("features/offload/", "offload/background", "offload/host_store", "offload/nvme_store"),
+    # What offload and activation_checkpointing share.
+    "feature.host_memory": ("offload/",),
     "feature.one_bit": ("features/one_bit/",),
-    "feature.optimizers": ("core/step/full_norms", "optim/adam", "optim/lamb", "optim/lion", "optim/muon"),
+    "feature.optimizers": ("optim/adam", "optim/lamb", "optim/lion", "optim/muon"),
     "feature.pipeline": ("core/comm/point_to_point", "parallel/pipeline/", "training/loop/pipeline_engine"),
     "feature.quantize": ("features/quantize/",),
     "feature.ray": ("ray",),
