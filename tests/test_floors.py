@@ -44,6 +44,7 @@ FLOORS = (
 # Folders that are on the floor of another one, and import from it as it does from them.
 WITH = {
     "core/ask": "features",
+    "core/division": "features",
     "core/feature": "features",
     "core/followers": "features",
     "core/health": "core/comm",

@@ -39,6 +39,17 @@ def import_public(module: str, name: str) -> ModuleType:
         raise NotInstalled(text, name=missing) from None
 
 
+def load_if_installed(place: str) -> Any:
+    """Import ``module:name`` of a tool that only adds to what is told; None: the tool is not installed."""
+    module, _, name = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if missing_part(module, error) is None:
+            raise  # the tool is there, and lacks a library
+        return None
+
+
 def load(place: str, key: str, feature: str) -> Any:
     """Import what a feature has.
 

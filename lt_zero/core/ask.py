@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from lt_zero.core.comm.options import GroupOptions
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
+from lt_zero.core.division import Division
 from lt_zero.core.engine.bucket import Bucket, GatherStrategy
 from lt_zero.core.engine.exchange_plan import ExchangePlan
 from lt_zero.core.engine.offload import Offload
@@ -39,6 +41,18 @@ def configure_group(group: ShardGroup, options: GroupOptions, features: Sequence
     # Features make process groups here, where all ranks configure their groups in one order.
     for feature in features:
         feature.join(group)
+
+
+def divide(features: Sequence[Feature], group: ShardGroup, config: Any) -> Division:
+    """Divide the run of ``group``, all ranks, as a feature does, or else plainly. Collective.
+
+    Raises:
+        ConfigError: the ranks cannot be divided as ``config`` says.
+    """
+    for feature in features:
+        if (found := feature.divide(group)) is not None:
+            return found
+    return Division(group, config)
 
 
 def adapted(options: EngineOptions, features: Sequence[Feature], training: bool = True) -> EngineOptions:

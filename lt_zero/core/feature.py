@@ -31,6 +31,7 @@ from lt_zero.common.fields import Positive as Positive
 from lt_zero.common.fields import Real as Real
 from lt_zero.common.fields import Whole as Whole
 from lt_zero.common.fields import key as key
+from lt_zero.core.place_in_run import PlaceInRun as PlaceInRun
 
 if TYPE_CHECKING:  # who reads a configuration needs no engine
     import torch
@@ -38,6 +39,7 @@ if TYPE_CHECKING:  # who reads a configuration needs no engine
 
     from lt_zero.core.comm.shard_group import ShardGroup
     from lt_zero.core.comm.world import World
+    from lt_zero.core.division import Division
     from lt_zero.core.engine.bucket import Bucket, GatherStrategy
     from lt_zero.core.engine.engine import Engine
     from lt_zero.core.engine.exchange_plan import ExchangePlan
@@ -65,21 +67,6 @@ class Undo:
 
     def remove(self) -> None:
         self._stack.close()
-
-
-@dataclass(frozen=True)
-class PlaceInRun:
-    """The place of an engine in the run that trains it.
-
-    Attributes:
-        number: of the engine, in the order of set-up; None: there is no run, a caller of ``lt_zero.shard`` trains it.
-        ranks_of_model: so many neighbouring ranks see the same data, and have parts of them or of the model.
-        in_parts: some ranks have parts of the model, or of sequences; then ``ranks_of_model`` may be 1 all the same.
-    """
-
-    number: int | None = None
-    ranks_of_model: int = 1
-    in_parts: bool = False
 
 
 class Restorable(Protocol):
@@ -145,6 +132,16 @@ class Feature:
         return None
 
     # ---- a run -----------------------------------------------------------------------------------------------------
+
+    def divide(self, group: ShardGroup) -> Division | None:
+        """Divide the model, or what is trained on, over all ranks; None: leave it to other features. Collective.
+
+        Called by each face at the begin of a run, once its collectives are there.
+
+        Raises:
+            ConfigError: the ranks cannot be divided so.
+        """
+        return None
 
     def join(self, group: ShardGroup) -> None:
         """Connect the ranks of a group that was configured. Collective; called for each group, in one order.

@@ -268,7 +268,7 @@ class Compressor:
             found = [codec.encode(part, residual) for part, residual in zip(parts.unbind(), left, strict=True)]
         # All ranks must send rows of one size, so the codes are padded to the longest ones of any rank. The host waits
         # here, as it has waited for each part: such codes are made on the host.
-        longest = torch.tensor([max(row.numel() for row in found)], device=parts.device)
+        longest = accelerator.send(torch.tensor([max(row.numel() for row in found)]), parts.device)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
         size = -(-int(longest) // _ALIGN) * _ALIGN
         rows = torch.zeros(count, size, dtype=torch.uint8, device=parts.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -28,6 +28,11 @@ def _of_zero_plus_plus(key: str, first_stage: int, least: int = 1) -> Entry:
     return Entry("ZeRO++", "lt_zero.features.zero_plus_plus.feature:ZeroPlusPlus", f"{_ZERO}.{key}", is_asked)
 
 
+def _of_parts(name: str, key: str, is_asked: Callable[[Any], bool]) -> Entry:
+    """The row of a key by which ranks have parts of a model, or of what it is trained on."""
+    return Entry(name, "lt_zero.parallel.feature:Parallelism", key, is_asked)
+
+
 def _with_block(name: str, place: str, key: str, block: str, off: Mapping[str, Any]) -> Entry:
     """The row of a feature that brings a block, and is off while keys of the block have the values ``off``."""
 
@@ -39,6 +44,16 @@ def _with_block(name: str, place: str, key: str, block: str, off: Mapping[str, A
 
 
 _TABLE = (
+    _of_parts("tensor parallelism", "tensor_parallel.autotp_size", lambda c: c.tensor_parallel.autotp_size > 1),
+    _of_parts("pipeline parallelism", "pipeline.stages", lambda c: c.pipeline.ranks > 1),
+    _of_parts(
+        "pipeline parallelism",
+        "pipeline.activation_checkpoint_interval",
+        lambda c: c.pipeline.activation_checkpoint_interval > 0,
+    ),
+    _of_parts("sequence parallelism", "sequence_parallel_size", lambda c: c.sequence_parallel_size > 1),
+    _of_parts("expert parallelism", "expert_parallel.autoep_size", lambda c: c.expert_parallel.ranks > 1),
+    _of_parts("the mesh of ranks", "data_parallel_size", lambda c: c.data_parallel_size is not None),
     _with_block(
         name="computation in tiles",
         place="lt_zero.features.tiles.feature:Tiles",

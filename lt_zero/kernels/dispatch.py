@@ -189,14 +189,17 @@ def operator(
     options = [key for key, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
     _register(name, _schema(reference, written), [key in written for key in parameters], run, fake)
     kernel = getattr(torch.ops.lt_zero, name)
+    positional = [key for key in parameters if key not in options]
 
     @functools.wraps(reference)
     def operation(*args: P.args, **kwargs: P.kwargs) -> R:
-        given: dict[str, Any] = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        if len(given.get(next(iter(parameters)), ())) == 0:
+        given: dict[str, Any] = dict(zip(positional, args, strict=False))
+        given.update(kwargs)
+        if len(given.get(positional[0], ())) == 0:
             return empty()  # type: ignore[no-any-return]
-        given.update({key: list(given.get(key) or ()) for key in lists})
-        return kernel(*[given.pop(key) for key in parameters if key in given and key not in options], **given)  # type: ignore[no-any-return]
+        for key in lists:
+            given[key] = list(given.get(key) or ())
+        return kernel(*[given.pop(key) for key in positional if key in given], **given)  # type: ignore[no-any-return]
 
     operation.__name__ = operation.__qualname__ = name
     return operation

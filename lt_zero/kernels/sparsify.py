@@ -19,6 +19,7 @@ import struct
 import torch
 from torch import Tensor
 
+from lt_zero.common import accelerator
 from lt_zero.kernels.dispatch import address, call, native, pointer
 from lt_zero.kernels.huffman import OVERHEAD, CorruptError, huffman_decode, huffman_encode, huffman_store
 from lt_zero.kernels.quantize import check_flat
@@ -112,9 +113,10 @@ def encode_topk(
     kept = chosen.to(values)
     if residual is not None:
         residual[places] = chosen - kept.float()
-        if not bool(kept.isfinite().all()):  # there may be more of them than k
-            residual.nan_to_num_(0.0, 0.0, 0.0)
-    return pack_sparse(indices, kept, x.numel(), huffman).to(x.device)
+    kept = kept.cpu()
+    if residual is not None and not bool(kept.isfinite().all()):  # there may be more of them than k
+        residual.nan_to_num_(0.0, 0.0, 0.0)
+    return accelerator.send(pack_sparse(indices, kept, x.numel(), huffman), x.device)
 
 
 def decode_topk_add(buffer: Tensor, out: Tensor, scale: float = 1.0) -> None:
@@ -131,8 +133,8 @@ def decode_topk_add(buffer: Tensor, out: Tensor, scale: float = 1.0) -> None:
     """
     check_flat("out", out, [torch.float32], out.numel(), out.device)
     indices, values = unpack_sparse(buffer, out.numel())
-    places = indices.to(out.device)
-    out[places] += values.to(out.device).float() * scale  # no index occurs twice
+    places = accelerator.send(indices, out.device)
+    out[places] += accelerator.send(values, out.device).float() * scale  # no index occurs twice
 
 
 def pack_sparse(indices: Tensor, values: Tensor, numel: int, huffman: bool = True) -> Tensor:

@@ -29,6 +29,7 @@ from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.garbage import without_gc
 from lt_zero.common.module_hooks import is_compiled_by_jit, no_hook
 from lt_zero.common.names import alone
+from lt_zero.common.places import load_if_installed
 from lt_zero.common.progress_bar import ProgressBar, progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import check_same
@@ -65,6 +66,7 @@ from lt_zero.core.stores.pinned import return_freed_memory
 from lt_zero.features import features_of
 from lt_zero.kernels.library import missing
 from lt_zero.planning.check import check_build
+from lt_zero.planning.setup import MANY_SHARDS
 
 log = logging.getLogger("lt_zero")
 
@@ -201,14 +203,14 @@ def _shard(
 
 
 def _tell_cost(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, group: ShardGroup) -> None:
-    """Log what many shards cost a step on a cluster of GPUs."""
-    if group.backend == "gloo":
+    """Log what many shards cost a step on a cluster of GPUs, if ``lt-zero estimate`` is installed, which knows it."""
+    few = group.mesh.shards < MANY_SHARDS or not any(bucket.sharding.optim for bucket in plan.buckets)
+    if group.backend == "gloo" or few:
         return
-    from lt_zero.planning.step_time import cost_of_shards
-
+    cost = load_if_installed("lt_zero.planning.step_time:cost_of_shards")
     try:
-        if text := cost_of_shards(plan, config, policy, group):
-            log.info(text)
+        if cost is not None:
+            log.info(cost(plan, config, policy, group))
     except Exception:  # it only informs, and the other ranks would wait for this one
         log.debug("The cost of shards could not be estimated.", exc_info=True)
 

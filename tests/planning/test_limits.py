@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import re
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,10 @@ from lt_zero.common.tables import show
 from lt_zero.common.units import GB, format_bytes
 from lt_zero.core.comm.process_groups import Communicators
 from lt_zero.core.engine.bucket import Bucket
-from lt_zero.planning import Machine, cheapest, check, check_host_memory, limits
+from lt_zero.planning import check, limits
 from lt_zero.planning.communicators import NBYTES
-from lt_zero.planning.estimate import misfit, settings, settings_table
-from lt_zero.planning.limits import Available, cgroup_limits, host_memory
+from lt_zero.planning.estimate import Machine, cheapest, misfit, settings, settings_table
+from lt_zero.planning.limits import Available, cgroup_limits, check_host_memory, host_memory
 from lt_zero.training.lightning.model_report import unit_table
 from tests.support.features import needs, skip_without
 from tests.support.lightning_tools import GPT, QUIET
@@ -238,6 +239,18 @@ def _passes(zero: dict[str, Any], gb: float, optimizer: str) -> bool:
 
 def test_the_trainer_refuses(pool: Pool) -> None:
     pool.run(1, _limited)
+
+
+def test_a_check_that_fails_without_the_planner_suggests_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> str:
+        with pytest.raises(NotEnoughMemory) as caught:
+            lt_zero.shard(Net(), {"max_cpu_gb": 1e-6})
+        return str(caught.value)
+
+    told = refused()
+    assert "No setting fits" in told
+    monkeypatch.setitem(sys.modules, "lt_zero.planning.estimate", None)
+    assert refused() == re.sub(r"No setting fits.*(?=LT_ZERO_MEMORY_CHECK)", "", told)
 
 
 # ---- which setting fits ----------------------------------------------------------------------------------------

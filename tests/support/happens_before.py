@@ -53,6 +53,7 @@ Clock = dict[str, int]  # how many works of each stream, and of the host, someth
 _COPIES = ("copy_", "_to_copy", "clone")
 _ALLOCATES = ("empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "eye", "linspace")
+_DRAWS = ("randint",)  # tests draw inputs by it, too, and name no device: they stand for tensors of the device
 _VIEWS = ("detach", "lift_fresh", "alias")
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)  # tensors without memory of their own
 # The host waits for their result, or for its shape.
@@ -90,7 +91,8 @@ class Order:
         self.clocks: dict[str, Clock] = {HOST: {}, DEFAULT: {}}
         self.hosts = {HOST}  # names of clocks of the host's threads
         self.hazards: list[str] = []
-        self.waits: list[str] = []  # of the host for the device: operators and lines; not those for an event
+        self.waits: list[str] = []  # of the host for all work of a stream: operators and lines
+        self.events: list[str] = []  # of the host for an event, which are none for work that came after it
         self.works = 0
         self._numbers: dict[str, int] = {}
         self._memory: dict[int, _Memory] = {}
@@ -178,6 +180,11 @@ class Order:
 
     def is_host(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._host
+
+    def wrap(self, tensor: Tensor) -> None:
+        """Take a number (0D) that no operator has made for one of Python, of which torch has made a tensor."""
+        if tensor.dim() == 0 and tensor.untyped_storage().data_ptr() not in self._memory:
+            self.on_host(tensor)
 
     def claim(self, tensor: Tensor) -> None:
         """Take memory for the host's that only a factory has written, because the host works on it."""
@@ -316,6 +323,9 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         order = self._order
         with order.lock:
+            if name == "copy_" and order.is_host(written[0]):
+                for tensor in reads:
+                    order.wrap(tensor)
             stream = self._stream_of(name, [*reads, *written])
             if stream == order.host:
                 for tensor in (*reads, *written):
@@ -357,14 +367,15 @@ def places(order: Order) -> Iterator[None]:
     """Context in which what a factory makes without a device, or on "cpu", is host memory; counts waits of no operator.
 
     The simulated device is ``torch.device("cpu")``.
-    A list that becomes a tensor of the device, and ``tolist``, are copies through memory for which the host waits.
+    A list that becomes a tensor of the device, ``tolist``, ``cpu`` and ``to`` are copies for which the host waits.
     Functions are replaced, as torch has no ``TorchFunctionMode`` in hooks of a backward.
     """
 
     def replaced(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def factory(*args: Any, **kwargs: Any) -> Tensor:
             made = make(*args, **kwargs)
-            if kwargs.get("device") in (None, "cpu"):
+            named = kwargs.get("device")
+            if named == "cpu" or (named is None and make is not randint):
                 order.on_host(made)
             elif make is tensor:
                 order.read_back(order.current, "tensor")
@@ -377,11 +388,32 @@ def places(order: Order) -> Iterator[None]:
             order.read_back(order.current, "tolist")
         return tolist(values)
 
-    tensor, tolist = torch.tensor, Tensor.tolist
+    def fetched(values: Tensor) -> Tensor:
+        if order.is_host(values):
+            return values
+        order.read_back(order.current, "cpu")
+        return order.on_host(values.clone())
+
+    def moved(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        made = to(values, *args, **kwargs)
+        device = kwargs.get("device", args[0] if args else None)
+        # A number (0D) may be for a tensor of the host, whose device has the same name.
+        if not isinstance(device, torch.device) or not order.is_host(values) or values.dim() == 0:
+            return made
+        return torch.empty_like(made).copy_(made, non_blocking=kwargs.get("non_blocking", False))
+
+    def from_buffer(buffer: Any, **how: Any) -> Tensor:
+        made = frombuffer(buffer, **how)
+        return order.on_host(made) if isinstance(buffer, bytearray) else made
+
+    tensor, randint, frombuffer = torch.tensor, torch.randint, torch.frombuffer
+    tolist, to = Tensor.tolist, Tensor.to
     with ExitStack() as stack:
-        for name in _FACTORIES:
+        for name in (*_FACTORIES, *_DRAWS):
             stack.enter_context(mock.patch.object(torch, name, replaced(getattr(torch, name))))
-        stack.enter_context(mock.patch.object(Tensor, "tolist", lists))
+        stack.enter_context(mock.patch.object(torch, "frombuffer", from_buffer))
+        for name, method in (("tolist", lists), ("cpu", fetched), ("to", moved)):
+            stack.enter_context(mock.patch.object(Tensor, name, method))
         yield
 
 
@@ -428,6 +460,7 @@ class Event:
         self._order.wait(stream.name if stream is not None else self._order.current, self.clock)
 
     def synchronize(self) -> None:
+        self._order.events.append(_where())
         self._order.wait(self._order.host, self.clock)
 
     def query(self) -> bool:

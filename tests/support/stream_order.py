@@ -47,6 +47,11 @@ from tests.support.simulated_device import machine
 from tests.support.simulated_nccl import streams
 
 CPU = torch.device("cpu")
+_CUT = [
+    {"patterns": [r".*\.up\.weight$"], "partition_type": "column"},
+    {"patterns": [r".*\.down\.weight$"], "partition_type": "row"},
+]
+TENSOR: dict[str, Any] = {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": _CUT}}}  # of Feed
 
 
 @dataclass(frozen=True)
@@ -402,12 +407,6 @@ def planted(bug: Bug) -> Iterator[None]:
 
 def waits(run: Run, folder: Path | None = None) -> list[str]:
     """The waits of the host for the device in the last step of ``run``. Collective, as ``hazards``."""
-    read = torch.frombuffer  # which tells no mode
-
-    def of_host(buffer: Any, **how: Any) -> Tensor:
-        made = read(buffer, **how)
-        return order.on_host(made) if isinstance(buffer, bytearray) else made
-
     kernels = nullcontext() if run.kernels else _references()
     with kernels, _machine_of(run, folder) as (order, config, group):
         torch.manual_seed(0)
@@ -416,10 +415,7 @@ def waits(run: Run, folder: Path | None = None) -> list[str]:
         optimizer = run.optimizer(model.parameters(), lr=1e-3)
         owner = lt_zero.ShardedOptimizer(engine, optimizer)
         # The model, and what is made of it, is on the device.
-        with (
-            places(order),
-            mock.patch.object(torch, "frombuffer", of_host),
-        ):
+        with places(order):
             for _ in range(run.steps):
                 order.waits.clear()
                 _run_backward(run, model, owner, 1)

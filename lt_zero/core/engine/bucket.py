@@ -462,11 +462,15 @@ class Bucket:
     def wants_grad(self) -> bool:
         return any(p.requires_grad for p in self.params)
 
-    def has_grads(self) -> bool:
-        """True if a parameter has a gradient that is not in the accumulator yet."""
+    def which_have_grads(self) -> list[bool]:
+        """Tell of each parameter whether it has a gradient that is not in the accumulator yet."""
         # Guards would intercept each access to ``.grad``, although it needs no values.
         with without_torch_function():
-            return any([p.grad is not None for p in self.params])
+            return [parameter.grad is not None for parameter in self.params]
+
+    def has_grads(self) -> bool:
+        """True if a parameter has a gradient that is not in the accumulator yet."""
+        return any(self.which_have_grads())
 
     def grads_complete(self) -> bool:
         """True if the bucket has trainable parameters and all of them have a gradient from the running backward."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lt_zero import kernels as ops
+from lt_zero.common import accelerator
 from lt_zero.common.compat import without_grad
 from lt_zero.common.norms import VectorNorm
 from lt_zero.common.phases import phased
@@ -334,7 +335,9 @@ def _squares(grads: list[Tensor], device: torch.device) -> Tensor:
         (simple.setdefault(grad.device, []) if fits else others).append(grad)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for rows in simple.values():
-        total = total + ops.norm_squared(rows).to(device)
+        found = ops.norm_squared(rows)
+        # That of gradients in host memory goes to the device without a wait.
+        total = total + (found.to(device) if accelerator.holds(found) else accelerator.send(found, device))
     # These are of parameters that the engine does not own, or that the kernel does not take.
     for grad in others:
         dense = grad.to_dense() if grad.layout is not torch.strided else grad

@@ -70,6 +70,8 @@ _SWITCHES = ("train", "eval")  # methods of schedule-free optimizers that change
 class StepPath(Enum):
     """Ways to step a bucket, in the order of a step."""
 
+    __hash__ = object.__hash__  # Enum's is a function in Python, and a step looks up paths many times
+
     BACKGROUND = "the background thread, which publishes it, too"
     STREAMED = "one bucket at a time: its states are in files"
     HOST = "the kernel, one bucket at a time: copies to the device overlap with the next bucket's step"
@@ -240,7 +242,7 @@ class ShardedOptimizer(ProcessLocal):
 
     def skips_on_device(self) -> bool:
         """True if kernels that take ``found_inf`` do all of a step."""
-        places, buckets = self.fragments.places(), self._buckets()
+        places, buckets = self.fragments.places(), self.fragments.buckets()
         if any(bucket.offloaded for bucket in buckets):
             # A step that the device skips would still be copied to the device or written to files.
             return False
@@ -250,9 +252,6 @@ class ShardedOptimizer(ProcessLocal):
         """Restore the step counters after the last step was skipped on the device."""
         assert self.fused is not None
         self.fused.uncount()
-
-    def _buckets(self) -> set[Bucket]:
-        return {bucket for bucket, _, _ in self.fragments.places()}
 
     # ---- the plan ----------------------------------------------------------------------------------------------
 
@@ -507,7 +506,7 @@ class ShardedOptimizer(ProcessLocal):
         self.widen()
         self.engine.grad_views.spend()
         # The background thread publishes the buckets in ``late`` when it has stepped them.
-        self.engine.publish(self._buckets() - self.overlap.late)
+        self.engine.publish(self.fragments.buckets() - self.overlap.late)
         if self.engine.offload_manager.overlaps:
             self.overlap.end_step()
 
@@ -528,11 +527,11 @@ class ShardedOptimizer(ProcessLocal):
         """Call a method of the optimizer that changes weights, on fragments as in ``step``. Collective."""
         self.before_state_dict()
         self.engine.finish_steps()
-        buckets = self._buckets()
+        buckets = self.fragments.buckets()
+        members = self.fragments.members(())
         self.fragments.narrow()
         self.engine.before_write()
         try:
-            members = self.fragments.members(())
             self._run(self._plan(members, members, set()), method)
             result = method()
             self._finish()
@@ -582,7 +581,7 @@ class ShardedOptimizer(ProcessLocal):
         self.before_state_dict()
         self.engine.finish_steps()
         if not self._by_bucket:
-            for bucket in self._buckets():
+            for bucket in self.fragments.buckets():
                 for store in bucket.step_stores():
                     # Mark the states as changed: the caller of ``state_dict`` may edit them.
                     store.write()

@@ -3,6 +3,9 @@
 Note [What is cut]
     Ranks of one sequence read the same batch, and each keeps its own tokens. What depends on a token's neighbours is
     made before: labels of the next token, and positions, without which rotary embeddings would begin at 0 on each rank.
+    Whether a mask hides tokens, and whether positions begin anew, decides what attention is asked for, so that the host
+    has to know: it waits for the device once if these are there already. A batch is cut before it is moved where no
+    code of the user comes in between.
     The mask of padding stays whole, as attention sees whole sequences. Rows that hold several sequences are known by
     positions that begin anew; their attention needs the whole row, too, so that ``RowLayout`` is remembered until the
     next batch is cut.
@@ -18,7 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lt_zero.common import accelerator
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.transformers_models import sequences_of
 from lt_zero.parallel.sequence.ranks import SequenceRanks, current
 
 SIZE = "sequence_parallel_size"
@@ -304,14 +309,6 @@ def _rows_of(entries: Mapping[str, Any]) -> tuple[int, torch.device]:
     return tokens.shape[0], tokens.device
 
 
-def sequences_of(positions: Any) -> Tensor | None:
-    """The numbers of sequences in rows, [batch, length], by positions that begin anew; None: a row is one sequence."""
-    if not isinstance(positions, Tensor) or positions.dim() != 2:
-        return None
-    starts = torch.diff(positions, prepend=positions[:, :1] - 1) != 1
-    return starts.cumsum(-1) if bool(starts.any()) else None
-
-
 def _padded_mask(mask: Tensor | None, added: int, ranks: SequenceRanks, takes: Takes, length: int) -> Tensor | None:
     """The mask of rows with ``added`` tokens of padding.
 
@@ -349,4 +346,4 @@ def _lengthened(key: str, value: Tensor, added: int, takes: Takes) -> Tensor:
 
 def _part(x: Tensor, dim: int, ranks: SequenceRanks) -> Tensor:
     """A copy of this rank's tokens, so that those of other ranks can be freed."""
-    return x.index_select(dim, ranks.positions(x.shape[dim]).to(x.device))
+    return x.index_select(dim, accelerator.send(ranks.positions(x.shape[dim]), x.device))

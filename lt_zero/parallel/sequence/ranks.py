@@ -9,7 +9,6 @@ Note [Order of tokens]
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.common.errors import ConfigError
+from lt_zero.core import division
 from lt_zero.core.comm.process_groups import exists
 from lt_zero.core.comm.ranks import Ranks
 from lt_zero.core.comm.sequence import ProcessGroup, SequenceGroup
@@ -116,13 +116,13 @@ def from_zigzag(x: Tensor, dim: int, parts: int) -> Tensor:
     return torch.cat([*chunks[::2], *reversed(chunks[1::2])], dim)
 
 
-# Of the run that this process has joined last, whose mesh owns it.
-_current: list[weakref.ref[SequenceRanks]] = []
+_whole: list[bool] = []  # has an entry inside of ``whole_sequences``
 
 
 def current() -> SequenceRanks | None:
     """The sequence ranks of the run that this process has joined last; None if sequences are not cut, or it is over."""
-    ranks = _current[0]() if _current else None
+    run = division.current() if not _whole else None
+    ranks = run.find(SequenceRanks) if run is not None else None
     group = ranks.group.process_group if ranks is not None else None
     return ranks if group is None or exists(group) else None
 
@@ -151,14 +151,8 @@ def group_of(group: ProcessGroup | None, device: torch.device) -> SequenceGroup 
 @contextmanager
 def whole_sequences() -> Iterator[None]:
     """Context in which this rank computes whole sequences, as in a run that does not cut them."""
-    interrupted = list(_current)
-    use(None)
+    _whole.append(True)
     try:
         yield
     finally:
-        _current[:] = interrupted
-
-
-def use(ranks: SequenceRanks | None) -> None:
-    """Begin a run in which sequences are cut over ``ranks``, until they are gone; None: end it."""
-    _current[:] = [] if ranks is None else [weakref.ref(ranks)]
+        _whole.pop()

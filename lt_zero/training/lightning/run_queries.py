@@ -10,8 +10,9 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
-from lt_zero.checkpoint.export import Format
+from lt_zero.checkpoint.source import Format
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face
 from lt_zero.core.comm.world import World
@@ -24,12 +25,13 @@ from lt_zero.training.lightning.monitor.run_monitor import RunMonitor
 from lt_zero.training.lightning.precision import sharded_of
 from lt_zero.training.lightning.reconcile import Reconciler
 from lt_zero.training.lightning.setup import RunSnapshot
-from lt_zero.training.session import Session
+from lt_zero.training.lightning.sharded_strategy import ShardedStrategy
 
 
-class RunQueries(DDPStrategy):
+class RunQueries(ShardedStrategy, DDPStrategy):
     """The parts of a run under ``ZeroStrategy``, and its public methods that users call, and Lightning does not."""
 
+    face = Face.TRAINER
     _reconciler: Reconciler
 
     @property
@@ -43,20 +45,11 @@ class RunQueries(DDPStrategy):
         raise NotImplementedError
 
     @property
+    @override
     def config(self) -> ZeroConfig:
-        """The configuration, as far as it is resolved."""
         return self._reconciler.config
 
-    @property
-    def stage(self) -> int:
-        return self.config.zero_optimization.stage
-
     # Parts of a run, made when they are used first.
-
-    @cached_property
-    def session(self) -> Session:
-        """Set-up, steps and saves, as of every face."""
-        return Session(Face.TRAINER)
 
     @cached_property
     def data(self) -> DataPosition:
@@ -138,11 +131,3 @@ class RunQueries(DDPStrategy):
                 "predict has begun. Enable it and start a run first."
             )
         return world.log.records()
-
-    def wait_for_save(self) -> None:
-        """Wait until the save in the background (``checkpoint.async``) is done. Collective.
-
-        Raises:
-            CheckpointError: on all ranks: it has failed.
-        """
-        self.run.session.wait_for_save("ZeroStrategy.wait_for_save")

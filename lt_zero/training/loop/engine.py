@@ -106,9 +106,9 @@ class TrainingEngine(EngineQueries):
         self.session.join(config, wanted)
         self.world = self.session.world
         self.session.compare_model(model)  # "auto" depends on it
-        config = with_sizes(config, model, (), partial(self.session.peers.ask_all, name="sizes of the model"))
+        config = with_sizes(config, model, (), partial(self.session.division.peers.ask_all, name="sizes of the model"))
         self.global_rank, self.world_size = self.world.rank, self.world.size
-        self.data_ranks = self.session.data_ranks
+        self.data_ranks = self.session.division.data_ranks
         self._micro, self._gas = _batch_sizes(config, self.data_ranks)
         if config.pipeline.ranks > 1:  # may follow from two batch sizes
             config = config.model_copy(update={"gradient_accumulation_steps": self._gas})
@@ -151,7 +151,7 @@ class TrainingEngine(EngineQueries):
                 trained = wanted or [p for p in self.module.parameters() if p.requires_grad]
             optimizer = optimizer(trained or [{"params": []}])  # a stage of a pipeline may have none
         elif optimizer is None and block is not None:
-            of_ranks = partial(self.session.peers.ask_all, name="parameters to train")
+            of_ranks = partial(self.session.division.peers.ask_all, name="parameters to train")
             optimizer = configured_optimizer(block, self.module, wanted, of_ranks)
         given, copies = [optimizer] if optimizer is not None else [], self._config.checkpoint.async_save
         self.session.add_optimizers(self.engine, given, accumulates=self._gas > 1, saves=copies)
@@ -227,19 +227,15 @@ class TrainingEngine(EngineQueries):
             self.engine.set_requires_gradient_sync(self.is_gradient_accumulation_boundary() and not self._quiet)
         if self.session.trial is not None:
             self.session.trial.see_batch([args, kwargs])
-        sequences = self.session.sequences
-        if sequences is not None and sequences.cuts_inputs:
-            self.session.compare_batch([args, kwargs], "train" if trains else "other")
-            args, kwargs = (), sequences.cut_inputs(self.module, args, kwargs)
+        division = self.session.division
+        inputs, named = division.cut_inputs(self.module, args, kwargs, trains)
         with ExitStack() as stack:
             if policy.autocast:
                 stack.enter_context(within_step())
                 stack.enter_context(torch.autocast(self.device.type, policy.compute))
             stack.enter_context(self.engine.forward_scope(trains))
-            stack.enter_context(self.session.own_numbers(trains))
-            if sequences is not None:
-                stack.enter_context(sequences.as_trained(self.module))
-            return self.module(*args, **kwargs)
+            stack.enter_context(division.forward(self.module, trains))
+            return self.module(*inputs, **named)
 
     def _cast(self, value: Tensor) -> Tensor:
         return value.to(self.engine.policy.compute) if value.is_floating_point() else value
@@ -262,8 +258,7 @@ class TrainingEngine(EngineQueries):
             raise ValueError(
                 f"The loss of engine.backward has the shape {tuple(loss.shape)}: pass one number, such as loss.mean()."
             )
-        if self.session.sequences is not None:
-            self.session.sequences.compare_loss(loss, self.world)
+        self.session.division.compare_loss(loss)
         scaled = self.scale(loss)
         self.monitor.add_loss(loss, (1.0 if scale_wrt_gas else self._gas) / self._added)
         with self.engine.backward_pass():
@@ -371,7 +366,7 @@ class TrainingEngine(EngineQueries):
         if size is None:
             key = _BATCH[1]
             raise ConfigError.about(key, f"training_data needs a batch size: write {key} or {_BATCH[0]}.")
-        data = self.session.data_ranks, self.session.data_rank
+        data = self.session.division.data_ranks, self.session.division.data_rank
         sampler: DistributedSampler[Any] = DistributedSampler(dataset, *data)
         return DataLoader(dataset, size, sampler=sampler, collate_fn=collate_fn)
 
@@ -464,7 +459,7 @@ class TrainingEngine(EngineQueries):
         names = [parameter_names(self.optimizer, engine)] if self.optimizer is not None else []
         then = partial(name_latest, save_dir, tag) if save_latest else lambda path: None
         about = self._config, self._shown, engine.policy.mode, left_out
-        saving = Saving(content, names, *about, then, self.session.peers.ranks)
+        saving = Saving(content, names, *about, then, self.session.division.peers.ranks)
         self.session.save(saving, inside(save_dir, tag))
         return True
 

@@ -138,7 +138,7 @@ class EngineQueries(nn.Module):
     @property
     def data_parallel_group(self) -> Any:
         """The process group of the ranks that see different data; None, as torch means it: all ranks."""
-        return self.session.data_group
+        return self.session.division.data_group
 
     @property
     def dp_world_size(self) -> int:
@@ -151,11 +151,10 @@ class EngineQueries(nn.Module):
         return self._config.tensor_parallel.autotp_size or 1
 
     def get_data_parallel_rank(self) -> int:
-        return self.session.data_rank
+        return self.session.division.data_rank
 
     def get_model_parallel_rank(self) -> int:
-        mesh = self.session.mesh
-        return mesh.tensor_rank if mesh is not None else 0
+        return self.session.division.part_rank
 
     get_tensor_parallel_rank = get_model_parallel_rank
 

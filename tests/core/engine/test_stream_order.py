@@ -20,6 +20,7 @@ from tests.support.features import skip_without, there
 from tests.support.matrix import covering, only
 from tests.support.pool import Pool
 from tests.support.stream_order import (
+    TENSOR,
     Bug,
     Run,
     config_of,
@@ -69,11 +70,6 @@ ONE = {
 _QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 _ONE_BIT = {"gradient_compression": {"algorithm": "1bit"}}
 _BETWEEN_NODES = {"gradient_compression": {"algorithm": "topk", "topk_ratio": 0.1, "hierarchical_compress": True}}
-_CUT = [
-    {"patterns": [r".*\.up\.weight$"], "partition_type": "column"},
-    {"patterns": [r".*\.down\.weight$"], "partition_type": "row"},
-]
-_TENSOR = {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": _CUT}}}
 
 TWO = {
     "stage 0": Run(0),
@@ -101,8 +97,8 @@ TWO = {
     "two groups, host beside the next forward, stage 2": Run(2, _offloaded("cpu", True), groups=True),
     "two groups, files, stage 3": Run(3, {**_offloaded("nvme", "auto", "nvme"), **_FAR}, groups=True),
     "two groups, saves": Run(3, {**_offloaded("cpu", "auto"), **_FAR}, groups=True, saves=True),
-    **{f"tensor ranks, stage {stage}": Run(stage, _FAR if stage == 3 else {}, _TENSOR) for stage in range(4)},
-    "tensor ranks, host, stage 3": Run(3, {**_offloaded("cpu", "auto", "cpu"), **_FAR}, _TENSOR, saves=True),
+    **{f"tensor ranks, stage {stage}": Run(stage, _FAR if stage == 3 else {}, TENSOR) for stage in range(4)},
+    "tensor ranks, host, stage 3": Run(3, {**_offloaded("cpu", "auto", "cpu"), **_FAR}, TENSOR, saves=True),
 }
 
 FOUR = {
@@ -116,9 +112,9 @@ FOUR = {
     "compression between two nodes": Run(2, keys=_BETWEEN_NODES, nodes=2),
     "two groups, MiCS of two": Run(3, {"mics_shard_size": 2, **_FAR}, groups=True),
     "two groups, copies in nodes": Run(3, {"zero_hpz_partition_size": 2, **_FAR}, groups=True, nodes=2),
-    **{f"tensor and data ranks, stage {s}": Run(s, _FAR if s == 3 else {}, _TENSOR) for s in range(4)},
-    "tensor and data ranks, saves": Run(3, {**_offloaded("cpu", "auto", "cpu"), **_FAR}, _TENSOR, saves=True),
-    "tensor and data ranks, ZeRO++": Run(3, {**_QUANTIZED, "zero_hpz_partition_size": 2, **_FAR}, _TENSOR),
+    **{f"tensor and data ranks, stage {s}": Run(s, _FAR if s == 3 else {}, TENSOR) for s in range(4)},
+    "tensor and data ranks, saves": Run(3, {**_offloaded("cpu", "auto", "cpu"), **_FAR}, TENSOR, saves=True),
+    "tensor and data ranks, ZeRO++": Run(3, {**_QUANTIZED, "zero_hpz_partition_size": 2, **_FAR}, TENSOR),
 }
 
 

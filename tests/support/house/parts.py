@@ -11,7 +11,15 @@ from pathlib import Path
 # Files without their ending, or folders with a slash at the end, relative to the package. The longest one that fits a
 # file decides: a folder belongs to one part, and single files of it to others.
 PARTS: dict[str, tuple[str, ...]] = {
-    "core.engine": ("core/__init__", "core/engine/", "core/ask", "core/feature", "core/followers"),
+    "core.engine": (
+        "core/__init__",
+        "core/engine/",
+        "core/ask",
+        "core/division",
+        "core/feature",
+        "core/place_in_run",
+        "core/followers",
+    ),
     "core.step": ("core/step/", "core/engine/optimizer_spec"),
     "core.comm": ("core/comm/",),
     "core.stores": ("core/stores/",),
@@ -51,11 +59,11 @@ PARTS: dict[str, tuple[str, ...]] = {
         "checkpoint/export",
         "checkpoint/formats/",
         "checkpoint/import_",
-        "checkpoint/last",
         "checkpoint/live_weights",
         "checkpoint/lora",
         "checkpoint/output",
         "checkpoint/universal",
+        "training/lightning/weights_beside",
     ),
     "feature.late_nodes": ("features/late_nodes/",),
     "feature.low_bit_states": ("features/low_bit_states/", "kernels/moments", "kernels/rounding"),

@@ -37,7 +37,6 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.document import masked
 from lt_zero.config.options import recorded_collectives
 from lt_zero.core.comm.world import World
-from lt_zero.planning.trial import Trial
 from lt_zero.training.lightning.model_report import memory_report
 from lt_zero.training.lightning.monitor.breakdown import EVERY, MemoryPhases, StepClock
 from lt_zero.training.lightning.monitor.comm_log import CommLog, comm_table
@@ -47,6 +46,7 @@ from lt_zero.training.lightning.monitor.loggers import attach_loggers
 from lt_zero.training.lightning.monitor.run_record import RunRecord
 from lt_zero.training.lightning.monitor.step_metrics import RunObserver, StepPrinter
 from lt_zero.training.lightning.setup import RunSnapshot
+from lt_zero.training.session import Trial
 
 T = TypeVar("T")
 

@@ -229,29 +229,32 @@ class StepPrinter(RunObserver):
         device, flops, samples = trainer.strategy.root_device, self._operations(), self._samples
         # Each sum is followed by the number of ranks that know their part of it.
         counts = [0.0, self._losses > 0, samples or 0, samples is not None, flops or 0.0, flops is not None]
-        sums = torch.tensor([float(count) for count in counts], dtype=torch.float64, device=device)  # 1D
+        sums = accelerator.send(torch.tensor([float(count) for count in counts], dtype=torch.float64), device)  # 1D
         if self._loss is not None:
             sums[0] = self._loss / self._losses
         session: Session = cast(Any, trainer.strategy).session
         # Ranks that see the same data have equal counts of it, which are of whole rows.
-        sums = trainer.strategy.reduce(sums, session.data_group, reduce_op="sum")
+        sums = trainer.strategy.reduce(sums, session.division.data_group, reduce_op="sum")
         # Collective if the device has a skip flag.
         skipped = plugin.skipped_steps
         figures = tuple((figure, figure.read()) for figure in self._figures)
         if trainer.is_global_zero:
-            loss, losses, total, counted, operations, known = sums.tolist()
+            # The only copy to the host, which waits for the device.
+            norms = [norm.detach().reshape(1).to(sums) for _, _, norm, _ in self._due if norm is not None]
+            loss, losses, total, counted, operations, known, *read = torch.cat([sums, *norms]).tolist()
+            values = iter(read)
             world, seconds = trainer.world_size, None if self._since is None else time.perf_counter() - self._since
             shared: dict[str, Any] = {
                 "loss": loss / losses if losses else None,
                 "loss_scale": plugin.loss_scale if plugin.scaler is not None else None,
                 "skipped_steps": skipped if plugin.loss_scale_controller.checks else None,
-                "samples_per_s": total / seconds if seconds and counted == session.data_ranks else None,
+                "samples_per_s": total / seconds if seconds and counted == session.division.data_ranks else None,
                 "tflops": operations / world / seconds / 1e12 if seconds and known == world else None,
                 "memory_gb": memory_gb(device),
                 "figures": figures,
             }
             for metrics, index, norm, step in self._due:
-                value = norm.item() if norm is not None else None
+                value = next(values) if norm is not None else None
                 if value is not None and plugin.loss_scale_controller.checks and not math.isfinite(value):
                     value = None  # the step was skipped
                 self._show(module, replace(metrics, grad_norm=value, **shared), index, step)
