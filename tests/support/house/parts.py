@@ -77,10 +77,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     # Tensor, pipeline, sequence and expert ranks are axes of one mesh, which imports the parts of all of them.
     "feature.mesh": ("parallel/",),
     "feature.monitoring": (
-        "common/timing",
-        "core/step/overflow",
         "training/lightning/monitor/",
         "training/loop/monitors",
+        "training/overflow",
         "training/run_file",
     ),
     "feature.offload": ("features/offload/", "offload/background", "offload/host_store", "offload/nvme_store"),
