@@ -361,7 +361,7 @@ def are_coded(*states: Sequence[Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class StateCode:
-    """What steps ask about states that are codes.
+    """Coded optimizer states, as far as steps ask about them.
 
     Attributes:
         check: raises ValueError if states are no codes for these parameters.

@@ -172,6 +172,11 @@ def test_a_key_of_a_missing_feature_says_what_is_missing(
     without("lt_zero.tools.compare.feature")
     monkeypatch.setenv("LT_ZERO_RECORD", "runs")
     assert "LT_ZERO_RECORD: the record of a run is not installed" in refused({})
+    without("lt_zero.parallel.feature")
+    text = refused({"sequence_parallel_size": 2})
+    assert re.search(
+        r"sequence_parallel_size: sequence parallelism is not installed, .* lt_zero\.parallel\.feature", text
+    )
 
 
 def test_a_key_of_missing_monitors_says_what_is_missing(without: Callable[[str], None]) -> None:

@@ -309,7 +309,8 @@ class ZeroPrecision(HalfPrecision):
         controller = self.loss_scale_controller
         # The flag is on the device: only now does the host learn that the step was skipped.
         norms = {} if controller.read_skip_flag() else norms
-        values = {name: value.item() for name, value in norms.items()}
+        read = torch.stack([*norms.values()]).tolist() if norms else []
+        values: dict[str, float] = dict(zip(norms, read, strict=True))
         if controller.scaler is not None:
             values["loss_scale"] = controller.scale
         if controller.checks and (controller.scaler is not None or controller.skipped):
