@@ -37,7 +37,7 @@ class EngineQueries(nn.Module):
     _pending: int
     _skipped_before: int
     _norm: Tensor | None
-    _moved: MovedStates | None = None  # since the first ``offload_states``
+    moved: MovedStates | None = None  # since the first ``offload_states``
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raise TypeError: an engine is neither copied nor pickled, its module is."""
@@ -172,8 +172,8 @@ class EngineQueries(nn.Module):
 
     def _need_states(self, call: str) -> None:
         """Raise RuntimeError if states are in host memory; ``call`` needs them."""
-        if self._moved is not None:
-            self._moved.refuse(call)
+        if self.moved is not None:
+            self.moved.refuse(call)
 
     def offload_states(
         self,
@@ -217,11 +217,11 @@ class EngineQueries(nn.Module):
         if place == "none":
             warn("engine.offload_states(device='none') moves nothing.")
             return
-        moved = self._moved or module.MovedStates(self.engine)
-        self._moved = moved
+        moved = self.moved or module.MovedStates(self.engine)
+        self.moved = moved
         moved.offload(kinds, self.optimizer, pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move states back to where they were before ``offload_states``. No-op if none is away."""
-        if self._moved is not None:
-            self._moved.reload()
+        if self.moved is not None:
+            self.moved.reload()
