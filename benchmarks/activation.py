@@ -156,9 +156,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    from lt_zero.offload import host_store
+    from lt_zero.common import accelerator
 
-    host_store._apart = args.device == "cpu"
+    accelerator._apart = args.device == "cpu"
     with tempfile.TemporaryDirectory() as folder:
         lab = Lab(args, args.path or folder)
         cases = [Case(name, block) for name, block in CASES.items()]

@@ -37,10 +37,10 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import kernels as ops
+from lt_zero.common import accelerator
 from lt_zero.config.precision import dtype_policy
 from lt_zero.core.engine.storage_plan import DEVICE, HOST
 from lt_zero.kernels.moments import coded_nbytes
-from lt_zero.offload import host_store
 from lt_zero.planning.check import measured
 
 
@@ -359,7 +359,7 @@ def overlap(sizes: Sizes) -> Rows:
     (ids, targets), cases = sizes.batch(2 * sizes.sequences), dict[str, Callable[[], float]]()
     names = {"step": "auto", "step, next forward": True}
     # On a CPU host memory counts as apart from the device's, so that copies are made.
-    with mock.patch.object(host_store, "_apart", not sizes.gpu):
+    with mock.patch.object(accelerator, "_apart", not sizes.gpu):
         engines = [_offloaded(sizes, overlap, ids, targets) for overlap in names.values()]
         plain = peers.GPT(sizes.depth, sizes.width).to(sizes.place)
         numel = sum(p.numel() for p in plain.parameters())

@@ -84,7 +84,7 @@ def parts_of(device: str, limit: float = LIMIT_S) -> dict[str, list[Step]]:
         ),
         "nccl": ("tests/gpu/test_nccl.py",),
         "states": ("tests/gpu/test_fewer_bits.py", "tests/gpu/test_moved_states.py"),
-        "offload": ("tests/offload", "tests/features/activation_checkpointing"),
+        "offload": ("tests/offload", "tests/features/offload", "tests/features/activation_checkpointing"),
         "trainer": ("tests/gpu/test_trainer.py",),
     }
     found = {}

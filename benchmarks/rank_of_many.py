@@ -28,7 +28,6 @@ import torch.distributed as dist
 from measuring import give, memory
 from torch import Tensor, nn
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lt_zero
@@ -237,8 +236,7 @@ def main() -> None:
         names = [pieces.parameter_names(sharded.optimizer, engine)]
         made = save.bundle({**states, "optimizer_states": [packed]}, names, engine.world, {}, {})
     with phase("save: plan of the rank"):
-        writer = save.DirectoryWriter(None, made, rank, ranks=args.ranks)  # type: ignore[arg-type]
-        own = writer.prepare_local_plan(SavePlan([])).storage_data
+        own = save.DirectoryWriter(None, made, rank).own_parts()  # type: ignore[arg-type]
     plans = plans_of_all(engine, args.mesh)
     with phase("save: rank 0 divides"):
         divided = divide(plans)

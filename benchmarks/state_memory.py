@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ZeroConfig
+from lt_zero.common import accelerator
 from lt_zero.core.engine.storage_plan import DEVICE, HOST, NVME
-from lt_zero.offload import host_store
 from lt_zero.planning.check import RESTING, measured, setup_of
 from lt_zero.planning.forecast import STATES, Forecast, forecast
 from lt_zero.planning.state_dtypes import CHOICES, StateDtypes
@@ -167,7 +167,7 @@ def work(args: argparse.Namespace) -> None:
     store, rank = dist.FileStore(f"{args.worker}/store", WORLD), int(os.environ["RANK"])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     case = list(cases())[args.case]
-    host_store._apart = case.place == "host"
+    accelerator._apart = case.place == "host"
     measure(case, args.width, 1, args.worker)  # so that what libraries take for these sizes does not count
     gc.collect()
     give(measure(case, args.width, args.depth, args.worker))

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from lt_zero.features.tiles.loss import tiled_cross_entropy as tiled_cross_entropy
     from lt_zero.features.tiles.tokens import tiled as tiled
     from lt_zero.inference import inference as inference
-    from lt_zero.planning import NotEnoughMemory as NotEnoughMemory
-    from lt_zero.planning import Sizes as Sizes
-    from lt_zero.planning import estimate_activations as estimate_activations
-    from lt_zero.planning.estimate import estimate as estimate  # not of the package: there mypy takes it for the module
+    from lt_zero.planning.activations import estimate_activations as estimate_activations
+    from lt_zero.planning.estimate import estimate as estimate
+    from lt_zero.planning.limits import NotEnoughMemory as NotEnoughMemory
+    from lt_zero.planning.sizes import Sizes as Sizes
     from lt_zero.training.build import shard as shard
     from lt_zero.training.lightning.fabric import FabricZeroStrategy as FabricZeroStrategy
     from lt_zero.training.lightning.load import load_from_checkpoint as load_from_checkpoint
@@ -78,9 +78,9 @@ _MODULES = {
     "FabricZeroStrategy": "training.lightning.fabric",
     "GatheredParameters": "zero",
     "Init": "zero",
-    "NotEnoughMemory": "planning",
+    "NotEnoughMemory": "planning.limits",
     "ShardedOptimizer": "core.step.sharded_optimizer",
-    "Sizes": "planning",
+    "Sizes": "planning.sizes",
     "TiledLinear": "features.tiles.linear",
     "TrainingEngine": "training.loop.engine",
     "ZeroConfig": "config",
@@ -90,8 +90,8 @@ _MODULES = {
     "as_deepspeed": "deepspeed.install",
     "as_pytorch_lightning": "training.lightning.one_package",
     "empty_weights": "core.engine.materialize",
-    "estimate": "planning",
-    "estimate_activations": "planning",
+    "estimate": "planning.estimate",
+    "estimate_activations": "planning.activations",
     "export": "checkpoint.export",
     "full_grad": "training.loop.access",
     "full_master": "training.loop.access",
@@ -126,12 +126,13 @@ _MODULES = {
 
 
 def _is_there(module: str) -> bool:
-    """False for a module of a feature that is not installed."""
-    return not module.startswith("features.") or os.path.isfile(f"{_FOLDER}/{module.replace('.', '/')}.py")
+    """False for a module of a feature or a tool that is not installed."""
+    path = f"{_FOLDER}/{module.replace('.', '/')}"
+    return os.path.isfile(f"{path}.py") or os.path.isfile(f"{path}/__init__.py")
 
 
 _FOLDER = os.path.dirname(__file__)
-_SUBMODULES = ("attention", "utils", "zero")  # ``lt_zero.zero.Init`` as DeepSpeed's scripts write it
+_SUBMODULES = ("attention", "parallel", "utils", "zero")  # ``lt_zero.zero.Init`` as DeepSpeed's scripts write it
 __all__ = [name for name, module in _MODULES.items() if _is_there(module)]
 
 

@@ -26,10 +26,11 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import check_same, tell_ignored, without_training
 from lt_zero.config.options import communication_options
 from lt_zero.config.precision import dtype_policy, resolve_mode
+from lt_zero.core.ask import divide
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.full_params import sync_buffers
-from lt_zero.parallel.mesh import mesh_of
+from lt_zero.features import features_of
 from lt_zero.training.build import shard
 
 log = logging.getLogger("lt_zero")
@@ -81,16 +82,14 @@ def inference(
             if not buffer.is_meta and buffer.device != device:
                 setattr(part, name, buffer.to(device))
     module.eval().requires_grad_(False)
-    parts, saved = dict[str, Any](), dict[nn.Parameter, Callable[[], Tensor]]()
-    if (mesh := mesh_of(chosen, group.world)) is not None:
-        saved = mesh.cut(module, chosen)
-        parts = mesh.arguments(module, group, chosen)
+    parts = divide(features_of(chosen), group, chosen).arguments(module, chosen)
+    saved = dict(parts.pop("saved", {}))
     for name, parameter in plain_names.named_parameters(module):
         if name in readers:
             saved[parameter] = readers[name]
     # Weights rest in the dtype in which they compute.
     how = replace(policy, low_master=True)
-    engine = shard(module, chosen, device, how, group, training=False, saved=saved, **parts)
+    engine = shard(module, chosen, device, how, training=False, saved=saved, **parts)
     sync_buffers(engine)
     return module
 

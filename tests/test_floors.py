@@ -22,7 +22,15 @@ FLOORS = (
     {"core/step", "exchange"},
     {"config"},
     {"parallel"},
-    {"checkpoint", "features/activation_checkpointing", "features/sparse_attention", "features/tiles", *EXCHANGES},
+    {
+        "checkpoint",
+        "features/activation_checkpointing",
+        "features/low_bit_states",
+        "features/offload",
+        "features/sparse_attention",
+        "features/tiles",
+        *EXCHANGES,
+    },
     {"optim/__init__"},  # public names, also of a feature
     {"planning"},
     {"zero"},
@@ -36,6 +44,7 @@ FLOORS = (
 # Folders that are on the floor of another one, and import from it as it does from them.
 WITH = {
     "core/ask": "features",
+    "core/division": "features",
     "core/feature": "features",
     "core/followers": "features",
     "core/health": "core/comm",

@@ -24,7 +24,7 @@ from lt_zero.core.stores.pinned import rounded
 from lt_zero.kernels.codecs import INT8
 from lt_zero.planning.check import RESTING, measured
 from lt_zero.planning.forecast import GATHERED, OFFLOAD, WEIGHTS
-from tests.support.features import needs
+from tests.support.features import needs, skip_without
 from tests.support.lightning_tools import GPT, quick, single_trainer
 from tests.support.models import Net, tokens
 from tests.support.pool import Pool
@@ -67,6 +67,8 @@ def _exact(file: str, folder: str | None, dtype: torch.dtype) -> dict[str, int]:
 def test_weights_rest_in_their_dtype_and_nothing_else_does(
     pool: Pool, tmp_path: Path, files: bool, dtype: torch.dtype
 ) -> None:
+    if files:
+        skip_without("offload")
     torch.save(_net().state_dict(), tmp_path / "net.pt")
     for found in pool.run(2, _exact, str(tmp_path / "net.pt"), str(tmp_path / "rest") if files else None, dtype):
         shard = found.pop("model") // 2
@@ -173,6 +175,7 @@ def test_a_model_is_sharded_once() -> None:
         lt_zero.inference(model, _config())
 
 
+@needs("offload")
 def test_a_model_larger_than_the_allowed_memory_rests_in_files(tmp_path: Path) -> None:
     wide = [nn.Linear(256, 256, bias=False) for _ in range(16)]
     x = torch.randn(2, 256)
@@ -224,6 +227,8 @@ def _quantized(file: str, folder: str | None, dtype: torch.dtype) -> tuple[list[
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("world", "files"), [(1, False), (2, False), (2, True)])
 def test_weights_rest_in_8_bits(pool: Pool, tmp_path: Path, world: int, files: bool, dtype: torch.dtype) -> None:
+    if files:
+        skip_without("offload")
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     torch.save(model.state_dict(), tmp_path / "net.pt")

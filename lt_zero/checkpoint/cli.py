@@ -10,9 +10,10 @@ from typing import Annotated
 
 import typer
 
-from lt_zero.checkpoint.export import Format, export
+from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.native.directory import file_system, is_in_memory
 from lt_zero.checkpoint.open import verify
+from lt_zero.checkpoint.source import Format
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.output import printable
 from lt_zero.common.units import exact_bytes, format_bytes

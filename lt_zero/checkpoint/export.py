@@ -16,26 +16,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import safetensors.torch
 import torch
 
 from lt_zero.checkpoint.cast import Cast, some
-from lt_zero.checkpoint.formats.reading import VERSION
 from lt_zero.checkpoint.lora import LoraScaling, MergedSource
 from lt_zero.checkpoint.native.directory import file_system, inside, is_url, naming_url, plain_path
+from lt_zero.checkpoint.native.saved_file import VERSION
 from lt_zero.checkpoint.native.torchfile import TensorRecord, TorchFile, Write
 from lt_zero.checkpoint.open import found_at, open_source
 from lt_zero.checkpoint.output import check_space, naming, whole_file, whole_folder
-from lt_zero.checkpoint.source import CheckpointSource, SavedOptimizer, Spec
+from lt_zero.checkpoint.source import CheckpointSource, Format, SavedOptimizer, Spec
 from lt_zero.common.arguments import expect, expect_path
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.units import parse_bytes
 from lt_zero.common.users_code import warn
 
-Format = Literal["auto", "pt", "ckpt", "safetensors", "deepspeed-universal"]
 _UNIVERSAL = "deepspeed-universal"
 
 SHARD_SIZE = 5_000_000_000  # bytes, as Hugging Face's

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.export import Format, export
+from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.native.directory import is_in_memory
 from lt_zero.checkpoint.native.pieces import on_all_ranks
-from lt_zero.checkpoint.source import SavedOptimizer, Spec
+from lt_zero.checkpoint.source import Format, SavedOptimizer, Spec
 from lt_zero.common import plain_names
 from lt_zero.common.errors import CheckpointError
 from lt_zero.core.engine.engine import Engine

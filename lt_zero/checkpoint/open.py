@@ -31,11 +31,12 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.formats.reading import check_file, opened
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import MANIFEST, file_system, find, inside, is_url, plain_path, whole_file
+from lt_zero.checkpoint.native.saved_file import check_file, opened
 from lt_zero.checkpoint.source import CheckpointSource
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.places import NotInstalled, import_public
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.users_code import warn
 from lt_zero.core.comm.world import World
@@ -45,6 +46,9 @@ from lt_zero.core.stores.regular_file import read_start
 if TYPE_CHECKING:
     from lt_zero.checkpoint.formats.foreign import ForeignSource
 
+_FORMATS = "lt_zero.checkpoint.formats"
+# Classes of other formats by their modules, which a run that reads and writes its own format only does not load.
+_KINDS = (("deepspeed", "DeepSpeedSource"), ("dcp", "DcpSource"), ("torch_file", "FileSource"))
 LATEST = "latest"  # the file that names the last checkpoint of a folder
 _LONGEST = 4096  # bytes of a tag
 _NOTES = 10  # maximum warnings about a source
@@ -179,7 +183,7 @@ def open_source(
         return Archive(found, checks_files)
     if cuts and not has_tags:
         raise CheckpointError(f"{target} was not written by a tensor-parallel run of DeepSpeed: leave `--cut` out.")
-    source = _deepspeed_source(target, tag, inert, cuts) if has_tags else kind(target, inert)
+    source: ForeignSource = kind(target, tag, inert, cuts) if has_tags else kind(target, inert)
     if tell:
         notes = list(dict.fromkeys(source.notes))
         more = [f"{len(notes) - _NOTES} more notes of this kind."] if len(notes) > _NOTES else []
@@ -188,23 +192,14 @@ def open_source(
     return source
 
 
-def _deepspeed_source(
-    target: Path, tag: str | None, inert: Sequence[str], cuts: Mapping[str, int] | None
-) -> ForeignSource:
-    from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
-
-    return DeepSpeedSource(target, tag, inert, cuts)
-
-
-def _kind_of(target: Path) -> type[ForeignSource] | None:
-    # A run that reads and writes its own format only does not load these.
-    from lt_zero.checkpoint.formats.dcp import DcpSource
-    from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
-    from lt_zero.checkpoint.formats.torch_file import FileSource
-
-    kinds: tuple[type[ForeignSource], ...] = (DeepSpeedSource, DcpSource, FileSource)
+def _kind_of(target: Path) -> Any:
+    """The class of ``formats/`` that opens what is at ``target``; None: none does."""
+    name = f"What reads {target}, which is no directory of lt_zero,"
     try:
+        kinds = [getattr(import_public(f"{_FORMATS}.{module}", name), kind) for module, kind in _KINDS]
         return next((kind for kind in kinds if kind.looks_like(target)), None)
+    except NotInstalled as error:
+        raise CheckpointError(str(error)) from None
     except OSError as error:
         raise CheckpointError(f"Cannot read {target}: {error}. Check its permissions, or use another copy.") from error
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+
+Format = Literal["auto", "pt", "ckpt", "safetensors", "deepspeed-universal"]  # in which weights are exported
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 _HOST = ("cpu", "meta")  # kinds of devices that are no accelerator
+_apart = False  # set by tests: treat the CPU as a device with memory of its own
 
 
 # ---- which device ------------------------------------------------------------------------------------------------
@@ -28,6 +29,11 @@ _HOST = ("cpu", "meta")  # kinds of devices that are no accelerator
 def is_accelerator(device: torch.device) -> bool:
     """True if ``device`` is not the host."""
     return device.type not in _HOST
+
+
+def is_apart(device: torch.device) -> bool:
+    """True if ``device`` has memory of its own."""
+    return device.type != "cpu" or _apart
 
 
 def holds(tensor: Tensor) -> bool:
@@ -294,6 +300,11 @@ def generators(device: torch.device) -> list[torch.Generator]:
         return []
     made = getattr(_module(device), "default_generators", ())
     return [made[with_index(device).index]] if made else []
+
+
+def default_generators(device_type: str) -> list[torch.Generator]:
+    """The generators that modules on a device of that type draw from: the host's, and the device's."""
+    return [torch.default_generator, *generators(torch.device(device_type))]
 
 
 def _module(device: torch.device) -> Any:

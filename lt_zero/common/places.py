@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +12,12 @@ from lt_zero.common.errors import ConfigError, missing_part
 
 class NotInstalled(ModuleNotFoundError):
     """A public name or a command is of a feature that is not installed."""
+
+
+def is_there(module: str) -> bool:
+    """True if a module is installed, whose package is."""
+    found = importlib.util.find_spec(module)
+    return found is not None and found.origin is not None  # a folder that was taken out may leave bytecode behind
 
 
 def import_public(module: str, name: str) -> ModuleType:
@@ -30,6 +37,17 @@ def import_public(module: str, name: str) -> ModuleType:
             raise  # the feature is there, and lacks a library
         text = f"{name} is not installed: there is no module {missing}. Install lt_zero with it."
         raise NotInstalled(text, name=missing) from None
+
+
+def load_if_installed(place: str) -> Any:
+    """Import ``module:name`` of a tool that only adds to what is told; None: the tool is not installed."""
+    module, _, name = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if missing_part(module, error) is None:
+            raise  # the tool is there, and lacks a library
+        return None
 
 
 def load(place: str, key: str, feature: str) -> Any:

@@ -19,11 +19,10 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
-from lt_zero.common.errors import ConfigError
 from lt_zero.common.fields import scalars
 from lt_zero.config.keys import AUTO, FORMS, aliases, lookup, nearest, rows
 from lt_zero.config.load import NOTHING, ZeroConfig, current_schema
-from lt_zero.features import own_blocks
+from lt_zero.features import MissingBlock, own_blocks
 
 _NAMES = {"boolean": "true, false", "integer": "whole number", "number": "number", "string": "text", "null": ""}
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
@@ -155,8 +154,8 @@ _SAYS = {"no_effect": "has no effect here", "unsupported": "is not supported"}
 def explain(key: str) -> str:
     """Text about a key: dotted, or any part ("bucket"), an old spelling, or a pattern; a list if several match."""
     key = key.strip().strip(".")
-    if isinstance(missing := own_blocks().get(key.partition(".")[0]), ConfigError):
-        return str(missing)
+    if isinstance(missing := own_blocks().get(key.partition(".")[0]), MissingBlock):
+        return str(missing.error)
     names = dict.fromkeys([*(entry.key for entry in entries()), *(row.key for row in rows())])
     if key and ("*" not in key or key in names) and (text := _about(key)):
         return text

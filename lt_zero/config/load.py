@@ -25,7 +25,7 @@ from lt_zero.config.keys import NO_EFFECT, below, classify, lookup, rename
 from lt_zero.config.overrides import apply
 from lt_zero.config.read import read
 from lt_zero.config.rules import contradictions, inactive
-from lt_zero.features import own_blocks, registered_blocks
+from lt_zero.features import MissingBlock, own_blocks, registered_blocks
 
 # Rank of the process and of the node; some launchers set only one.
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -49,20 +49,20 @@ class ConfigWarning(UserWarning):
     """A key was renamed or has no effect."""
 
 
-def _refusal(missing: ConfigError) -> Callable[[Any], Any]:
-    """A validator for the key of a feature that is not installed: ``missing`` unless it is off."""
+def _refusal(missing: MissingBlock) -> Callable[[Any], Any]:
+    """A validator for the key of a feature that is not installed: its error unless the feature is off."""
 
     def refuse(value: Any) -> Any:
-        if value is None or value is False:
+        if missing.is_off(value):
             return None
-        raise missing
+        raise missing.error
 
     return refuse
 
 
-def _key_of(block: type[Block] | ConfigError) -> tuple[Any, Any]:
+def _key_of(block: type[Block] | MissingBlock) -> tuple[Any, Any]:
     """The type and default of a key whose block one of lt_zero's features brings, or would bring."""
-    if isinstance(block, ConfigError):
+    if isinstance(block, MissingBlock):
         return Annotated[Any, BeforeValidator(_refusal(block)), WithJsonSchema(NOTHING)], key(None, "")
     return block.at_top()
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.fields import Block
+from lt_zero.common.moment_form import PlainMoments
 from lt_zero.common.names import OfRanks, alone
 from lt_zero.config.auto import resolve_sizes
 from lt_zero.config.blocks import Aio, CommsLogger, Schema
@@ -19,7 +20,6 @@ from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.options import EngineOptions, LeafModules, ParamsOffload, StatesOffload
 from lt_zero.core.engine.partition import hidden_size, widths_of
 from lt_zero.core.stores.thread_pool import IoOptions
-from lt_zero.kernels.moments import moments_in
 
 _Options = TypeVar("_Options", LeafModules, StatesOffload, ParamsOffload)
 
@@ -29,6 +29,7 @@ def engine_options(config: Schema, dtypes: DtypePolicy) -> EngineOptions:
     zero = config.zero_optimization
     states = zero.offload_optimizer
     params = zero.param_offload
+    moments = dtypes.moments
     return EngineOptions(
         dtypes=dtypes,
         stage=zero.stage,
@@ -53,7 +54,7 @@ def engine_options(config: Schema, dtypes: DtypePolicy) -> EngineOptions:
         pin_memory=states.pin_memory and params.pin_memory,
         files=io_options(config.aio),
         predivides=group_options(config).predivides,
-        moments=moments_in(dtypes.moments) if dtypes.moments is not None else None,
+        moments=PlainMoments(moments) if moments is not None and moments.is_floating_point else None,
     )
 
 
@@ -72,7 +73,6 @@ def group_options(config: Schema) -> GroupOptions:
         sums_gradients=config.gradient_allreduce_op == "sum",
         prescales=config.prescale_gradients,
         predivide_factor=config.gradient_predivide_factor,
-        steps_beside_forward=zero.offload_optimizer.device != "none" and zero.offload_optimizer.overlap_step is True,
     )
 
 

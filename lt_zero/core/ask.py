@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from lt_zero.core.comm.options import GroupOptions
 from lt_zero.core.comm.shard_group import ShardGroup
-from lt_zero.core.engine.bucket import GatherStrategy
+from lt_zero.core.comm.world import World
+from lt_zero.core.division import Division
+from lt_zero.core.engine.bucket import Bucket, GatherStrategy
 from lt_zero.core.engine.exchange_plan import ExchangePlan
+from lt_zero.core.engine.offload import Offload
 from lt_zero.core.engine.options import EngineOptions
 from lt_zero.core.engine.partition import BucketPlan, EnginePlan, GroupFacts
 from lt_zero.core.engine.storage_plan import Codecs, CodecsOf, StoragePlan
@@ -35,8 +41,18 @@ def configure_group(group: ShardGroup, options: GroupOptions, features: Sequence
     # Features make process groups here, where all ranks configure their groups in one order.
     for feature in features:
         feature.join(group)
-    if options.steps_beside_forward:
-        group.allow_background()
+
+
+def divide(features: Sequence[Feature], group: ShardGroup, config: Any) -> Division:
+    """Divide the run of ``group``, all ranks, as a feature does, or else plainly. Collective.
+
+    Raises:
+        ConfigError: the ranks cannot be divided as ``config`` says.
+    """
+    for feature in features:
+        if (found := feature.divide(group)) is not None:
+            return found
+    return Division(group, config)
 
 
 def adapted(options: EngineOptions, features: Sequence[Feature], training: bool = True) -> EngineOptions:
@@ -66,6 +82,19 @@ def codecs_by(features: Sequence[Feature], exchange: ExchangePlan, training: boo
         return weights._replace(reductions=exchange.reduction(bucket, group))
 
     return codecs_of
+
+
+def place(
+    features: Sequence[Feature], buckets: Sequence[Bucket], world: World, options: EngineOptions, device: torch.device
+) -> Offload:
+    """Say where the tensors of buckets are kept, before values are loaded: where a feature says, or on the device.
+
+    Collective. ``buckets``, ``world``, ``options``, ``device``: as for ``Feature.place``.
+    """
+    for feature in features:
+        if (found := feature.place(buckets, world, options, device)) is not None:
+            return found
+    return Offload()
 
 
 def gathers_of(features: Sequence[Feature], row: StoragePlan, group: ShardGroup) -> GatherStrategy:

@@ -19,7 +19,7 @@ docs/internals/features.md describes each hook, with examples that run (tests/ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -31,14 +31,19 @@ from lt_zero.common.fields import Positive as Positive
 from lt_zero.common.fields import Real as Real
 from lt_zero.common.fields import Whole as Whole
 from lt_zero.common.fields import key as key
+from lt_zero.core.place_in_run import PlaceInRun as PlaceInRun
 
 if TYPE_CHECKING:  # who reads a configuration needs no engine
+    import torch
     from torch import nn
 
     from lt_zero.core.comm.shard_group import ShardGroup
-    from lt_zero.core.engine.bucket import GatherStrategy
+    from lt_zero.core.comm.world import World
+    from lt_zero.core.division import Division
+    from lt_zero.core.engine.bucket import Bucket, GatherStrategy
     from lt_zero.core.engine.engine import Engine
     from lt_zero.core.engine.exchange_plan import ExchangePlan
+    from lt_zero.core.engine.offload import Offload
     from lt_zero.core.engine.options import EngineOptions
     from lt_zero.core.engine.partition import BucketPlan, EnginePlan, GroupFacts
     from lt_zero.core.engine.storage_plan import Codecs, StoragePlan
@@ -62,21 +67,6 @@ class Undo:
 
     def remove(self) -> None:
         self._stack.close()
-
-
-@dataclass(frozen=True)
-class PlaceInRun:
-    """The place of an engine in the run that trains it.
-
-    Attributes:
-        number: of the engine, in the order of set-up; None: there is no run, a caller of ``lt_zero.shard`` trains it.
-        ranks_of_model: so many neighbouring ranks see the same data, and have parts of them or of the model.
-        in_parts: some ranks have parts of the model, or of sequences; then ``ranks_of_model`` may be 1 all the same.
-    """
-
-    number: int | None = None
-    ranks_of_model: int = 1
-    in_parts: bool = False
 
 
 class Restorable(Protocol):
@@ -143,6 +133,16 @@ class Feature:
 
     # ---- a run -----------------------------------------------------------------------------------------------------
 
+    def divide(self, group: ShardGroup) -> Division | None:
+        """Divide the model, or what is trained on, over all ranks; None: leave it to other features. Collective.
+
+        Called by each face at the begin of a run, once its collectives are there.
+
+        Raises:
+            ConfigError: the ranks cannot be divided so.
+        """
+        return None
+
     def join(self, group: ShardGroup) -> None:
         """Connect the ranks of a group that was configured. Collective; called for each group, in one order.
 
@@ -179,6 +179,27 @@ class Feature:
             ConfigError: the feature does not fit it.
         """
 
+    def place(
+        self, buckets: Sequence[Bucket], world: World, options: EngineOptions, device: torch.device
+    ) -> Offload | None:
+        """Say where the tensors of buckets are kept, before values are loaded; None: leave it to other features.
+
+        Collective over ``world``; some ranks may have no buckets.
+
+        Args:
+            buckets: of this rank's model; their places change by ``Bucket.set_stores``.
+            world: all ranks.
+            options: of the engine.
+            device: that computes.
+
+        Returns:
+            What the engine and its steps ask about these tensors.
+
+        Raises:
+            SwapError: on all ranks, a place cannot be used.
+        """
+        return None
+
     def gathers(self, row: StoragePlan, group: ShardGroup) -> GatherStrategy | None:
         """Make the strategy by which the weights of one bucket of ``group`` are gathered; None: leave it to others."""
         return None
@@ -214,6 +235,8 @@ class Entry:
         block: of a key at the top level that the feature brings, with its rules; each of its keys has a default. The
             configuration has it as an attribute of the key's name. A text is its place, ``module:class``, of a module
             that is small: it is imported with the configuration. None: the key is one of lt_zero's.
+        off: keys of the block, with the values by which the feature is off, whatever its other keys are. Where the
+            folder of the feature is missing, such a block is read all the same. None: only null and false are off.
     """
 
     name: str
@@ -221,6 +244,7 @@ class Entry:
     key: str
     asked: Callable[[Any], bool]
     block: type[Block] | str | None = None
+    off: Mapping[str, Any] | None = None
 
     @property
     def block_key(self) -> str:

@@ -21,7 +21,6 @@ from lt_zero.core.comm.process_groups import rank_and_size
 from lt_zero.deepspeed.huggingface import mark_optimizer, parallelism_of_accelerate, unwrapped
 from lt_zero.deepspeed.sequence import SequenceState
 from lt_zero.deepspeed.sharding import leaf_modules, mark_parameters
-from lt_zero.parallel.sequence.batches import leave_to_user
 from lt_zero.training.loop.engine import TrainingEngine, ended
 from lt_zero.training.loop.initialize import config_of
 from lt_zero.training.loop.initialize import initialize as _initialize
@@ -60,9 +59,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     if adapted is not None:
         del given["mpu"]
     made = _initialize(**given)
-    if adapted is not None and (sequences := made[0].session.sequences) is not None:
-        leave_to_user(sequences.ranks)
-        sequences.whole_in_eval = adapted.whole_in_eval
+    if adapted is not None:
+        made[0].session.division.leave_to_user(adapted.whole_in_eval)
     made[0].tracks_norm = True
     mark_optimizer(made[0])
     if made[0].zero_optimization_stage() == 3:

@@ -11,10 +11,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from lt_zero.common.compat import DeviceMesh
 from lt_zero.core.comm.process_groups import rank_and_size
+from lt_zero.core.division import Division
 from lt_zero.core.health.launchers import local_rank
 from lt_zero.deepspeed.engines import current_engine
-from lt_zero.parallel.mesh import DATA, ParallelMesh
 
 # ---- deepspeed.comm --------------------------------------------------------------------------------------------------
 
@@ -112,57 +113,64 @@ def gather_objects(value: Any, group: Any) -> list[Any]:
 # ---- deepspeed.utils.groups ------------------------------------------------------------------------------------------
 
 
-def _mesh() -> ParallelMesh | None:
+def _division() -> Division | None:
     engine = current_engine()
-    return engine.session.mesh if engine is not None else None
+    return engine.session.division if engine is not None else None
+
+
+def _axis(name: str) -> DeviceMesh | None:
+    """The ranks along an axis of parallelism that this rank belongs to; None: all are data ranks."""
+    division = _division()
+    mesh = division.device_mesh if division is not None else None
+    return mesh[name] if mesh is not None else None
 
 
 def get_data_parallel_world_size() -> int:
     """The number of ranks, or sets of tensor-parallel ranks, that see different data."""
-    mesh = _mesh()
-    return mesh.sizes.data if mesh is not None else rank_and_size()[1]
+    division = _division()
+    return division.data_ranks if division is not None else rank_and_size()[1]
 
 
 def get_data_parallel_rank() -> int:
     """Index of this rank's data."""
-    mesh = _mesh()
-    return mesh.data_rank if mesh is not None else rank_and_size()[0]
+    division = _division()
+    return division.data_rank if division is not None else rank_and_size()[0]
 
 
 def get_data_parallel_group() -> Any:
     """The ranks that see different data, and have the same part of the model."""
-    mesh = _mesh()
-    return mesh.device_mesh[DATA].get_group() if mesh is not None else dist.group.WORLD
+    ranks = _axis("data_parallel")
+    return ranks.get_group() if ranks is not None else dist.group.WORLD
 
 
 def get_tensor_model_parallel_world_size() -> int:
     """The number of ranks that tensors are cut over."""
-    mesh = _mesh()
-    return mesh.sizes.tensor if mesh is not None else 1
+    ranks = _axis("tensor_parallel")
+    return ranks.size() if ranks is not None else 1
 
 
 def get_tensor_model_parallel_rank() -> int:
     """Index of this rank's part of tensors."""
-    mesh = _mesh()
-    return mesh.tensor_rank if mesh is not None else 0
+    division = _division()
+    return division.part_rank if division is not None else 0
 
 
 def get_tensor_model_parallel_group() -> Any:
     """The ranks that have the other parts of this rank's tensors; None without tensor parallelism."""
-    mesh = _mesh()
-    return mesh.tensor.get_group() if mesh is not None else None
+    ranks = _axis("tensor_parallel")
+    return ranks.get_group() if ranks is not None else None
 
 
 def get_sequence_parallel_world_size() -> int:
     """The ranks of a sequence; 1: sequences are not cut."""
-    mesh = _mesh()
-    return mesh.sizes.sequence if mesh is not None else 1
+    ranks = _axis("sequence_parallel")
+    return ranks.size() if ranks is not None else 1
 
 
 def get_sequence_parallel_rank() -> int:
     """Index of this rank's part of sequences."""
-    mesh = _mesh()
-    return mesh.sequence_rank if mesh is not None else 0
+    ranks = _axis("sequence_parallel")
+    return ranks.get_local_rank() if ranks is not None else 0
 
 
 def get_sequence_parallel_group() -> Any:
@@ -171,13 +179,13 @@ def get_sequence_parallel_group() -> Any:
     Raises:
         RuntimeError: sequences are not cut.
     """
-    mesh = _mesh()
-    if mesh is None or mesh.sequence is None:
+    ranks = _axis("sequence_parallel")
+    if ranks is None or ranks.size() == 1:
         raise RuntimeError(
             "get_sequence_parallel_group(): the engine that was made last cuts no sequences over ranks. Call it after "
             "deepspeed.initialize, with sequence_parallel_size in the configuration."
         )
-    return mesh.sequence.group.process_group
+    return ranks.get_group()
 
 
 get_model_parallel_world_size = _get_model_parallel_world_size = get_tensor_model_parallel_world_size

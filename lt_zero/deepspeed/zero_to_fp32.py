@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from lt_zero.checkpoint.cast import Cast, some
-from lt_zero.checkpoint.export import Format, export
+from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.open import open_source
-from lt_zero.checkpoint.source import CheckpointSource
+from lt_zero.checkpoint.source import CheckpointSource, Format
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.users_code import warn
 

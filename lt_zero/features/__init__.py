@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
+from collections.abc import Callable, Mapping
 from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.fields import Block
-from lt_zero.common.places import load
+from lt_zero.common.places import is_there, load
 from lt_zero.core.feature import Entry, Feature, registered
 
 _ZERO = "zero_optimization"
@@ -26,13 +28,50 @@ def _of_zero_plus_plus(key: str, first_stage: int, least: int = 1) -> Entry:
     return Entry("ZeRO++", "lt_zero.features.zero_plus_plus.feature:ZeroPlusPlus", f"{_ZERO}.{key}", is_asked)
 
 
+def _of_parts(name: str, key: str, is_asked: Callable[[Any], bool]) -> Entry:
+    """The row of a key by which ranks have parts of a model, or of what it is trained on."""
+    return Entry(name, "lt_zero.parallel.feature:Parallelism", key, is_asked)
+
+
+def _with_block(name: str, place: str, key: str, block: str, off: Mapping[str, Any]) -> Entry:
+    """The row of a feature that brings a block, and is off while keys of the block have the values ``off``."""
+
+    def is_asked(config: Any) -> bool:
+        found = getattr(config, key.partition(".")[0])
+        return any(getattr(found, name) != value for name, value in off.items())
+
+    return Entry(name, place, key, is_asked, block, off)
+
+
 _TABLE = (
-    Entry(
+    _of_parts("tensor parallelism", "tensor_parallel.autotp_size", lambda c: c.tensor_parallel.autotp_size > 1),
+    _of_parts("pipeline parallelism", "pipeline.stages", lambda c: c.pipeline.ranks > 1),
+    _of_parts(
+        "pipeline parallelism",
+        "pipeline.activation_checkpoint_interval",
+        lambda c: c.pipeline.activation_checkpoint_interval > 0,
+    ),
+    _of_parts("sequence parallelism", "sequence_parallel_size", lambda c: c.sequence_parallel_size > 1),
+    _of_parts("expert parallelism", "expert_parallel.autoep_size", lambda c: c.expert_parallel.ranks > 1),
+    _of_parts("the mesh of ranks", "data_parallel_size", lambda c: c.data_parallel_size is not None),
+    _with_block(
         name="computation in tiles",
         place="lt_zero.features.tiles.feature:Tiles",
         key="long_sequences",
-        asked=lambda config: config.long_sequences.tiles,
         block="lt_zero.features.tiles.keys:LongSequences",
+        off={"tiled_mlp": False, "tiled_loss": False},
+    ),
+    Entry(
+        name="moments in 8 bits",
+        place="lt_zero.features.low_bit_states.moments:CodedStates",
+        key="optimizer_states.dtype",
+        asked=lambda config: config.optimizer_states.dtype == torch.int8,
+    ),
+    Entry(
+        name="stochastic rounding",
+        place="lt_zero.features.low_bit_states.rounding:RandomRounding",
+        key="bf16.stochastic_rounding",
+        asked=attrgetter("bf16.stochastic_rounding"),
     ),
     Entry(
         name="quantization of frozen weights",
@@ -56,12 +95,12 @@ _TABLE = (
         key="optimizer.type",
         asked=attrgetter("one_bit"),
     ),
-    Entry(
+    _with_block(
         name="gradient compression",
         place="lt_zero.features.compression.feature:Compression",
         key="gradient_compression.algorithm",
-        asked=lambda config: config.gradient_compression.algorithm != "none",
         block="lt_zero.features.compression.keys:GradientCompressionBlock",
+        off={"algorithm": "none"},
     ),
     Entry(
         name="sparse attention",
@@ -88,6 +127,18 @@ _TABLE = (
         key="gradient_noise_scale",
         asked=lambda config: config.gradient_noise_scale,
     ),
+    Entry(
+        name="offload",
+        place="lt_zero.features.offload.feature:OffloadedStates",
+        key=f"{_ZERO}.offload_optimizer",
+        asked=lambda config: config.zero_optimization.offload_optimizer.device != "none",
+    ),
+    Entry(
+        name="offload",
+        place="lt_zero.features.offload.feature:OffloadedStates",
+        key=f"{_ZERO}.offload_param",
+        asked=lambda config: config.zero_optimization.param_offload.device != "none",
+    ),
 )
 
 
@@ -104,16 +155,37 @@ def table() -> tuple[Entry, ...]:
     return (*_TABLE, *registered())
 
 
+class MissingBlock(NamedTuple):
+    """A block whose feature is not installed.
+
+    Attributes:
+        error: what to say where it is used.
+        off: as in its row of the table.
+    """
+
+    error: ConfigError
+    off: Mapping[str, Any] | None
+
+    def is_off(self, value: Any) -> bool:
+        """True if a configuration that has ``value`` for the block does not ask for the feature."""
+        if value is None or value is False:
+            return True
+        if self.off is None or not isinstance(value, Mapping):
+            return False
+        # A key that is not written has its default, with which the feature is off.
+        return all(value.get(key, default) == default for key, default in self.off.items())
+
+
 @cache
-def own_blocks() -> dict[str, type[Block] | ConfigError]:
-    """The blocks that lt_zero's features bring, by their keys; in place of one that is not installed, what to say."""
-    found: dict[str, type[Block] | ConfigError] = {}
+def own_blocks() -> dict[str, type[Block] | MissingBlock]:
+    """The blocks that lt_zero's features bring, by their keys."""
+    found: dict[str, type[Block] | MissingBlock] = {}
     for entry in _TABLE:
         if entry.block is not None:
             try:
                 found[entry.block_key] = _imported(entry, entry.block)
             except ConfigError as error:
-                found[entry.block_key] = error
+                found[entry.block_key] = MissingBlock(error, entry.off)
     return found
 
 
@@ -124,7 +196,7 @@ def registered_blocks() -> dict[str, type[Block]]:
 
 def blocks() -> dict[str, type[Block]]:
     """The blocks that features bring, by their keys, without those that are not installed."""
-    own = {key: block for key, block in own_blocks().items() if not isinstance(block, ConfigError)}
+    own = {key: block for key, block in own_blocks().items() if not isinstance(block, MissingBlock)}
     return own | registered_blocks()
 
 
@@ -142,8 +214,7 @@ def asks(config: Any, key: str) -> bool:
 
 def is_installed(folder: str) -> bool:
     """True if the feature of that folder is there: what plans suggest has to be."""
-    found = importlib.util.find_spec(f"{__name__}.{folder}")
-    return found is not None and found.origin is not None  # a folder that was taken out may leave bytecode behind
+    return is_there(f"{__name__}.{folder}")
 
 
 def features_of(config: Any) -> list[Feature]:

@@ -5,7 +5,10 @@ The steps and flat operations are ``torch.library`` operators (``torch.ops.lt_ze
 where that is impossible, the references run (see ``lt-zero ops report``).
 """
 
+from typing import TYPE_CHECKING, Any
+
 from lt_zero.common.codec import Codec
+from lt_zero.common.places import import_public, is_there
 from lt_zero.kernels.codecs import INT4, INT8, ONE_BIT, TWO_BITS, BlockCodec, TopK
 from lt_zero.kernels.dispatch import DTYPES, available, fits
 from lt_zero.kernels.flat import (
@@ -33,7 +36,6 @@ from lt_zero.kernels.quantize import (
     quantize_reference,
     quantized_nbytes,
 )
-from lt_zero.kernels.rounding import round_stochastic, round_stochastic_reference
 from lt_zero.kernels.sparsify import decode_topk_add, encode_topk, select_topk, select_topk_reference, topk_max_nbytes
 from lt_zero.kernels.steps import (
     adagrad_step,
@@ -49,6 +51,9 @@ from lt_zero.kernels.steps import (
     sgd_step,
     sgd_step_reference,
 )
+
+if TYPE_CHECKING:
+    from lt_zero.kernels.rounding import round_stochastic, round_stochastic_reference
 
 __all__ = [
     "BlockCodec",
@@ -90,8 +95,6 @@ __all__ = [
     "quantize",
     "quantize_reference",
     "quantized_nbytes",
-    "round_stochastic",
-    "round_stochastic_reference",
     "select_topk",
     "select_topk_reference",
     "sgd_step",
@@ -100,3 +103,11 @@ __all__ = [
     "take_edits_reference",
     "topk_max_nbytes",
 ]
+if is_there("lt_zero.kernels.rounding"):
+    __all__ += ["round_stochastic", "round_stochastic_reference"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("round_stochastic", "round_stochastic_reference"):  # imported when they are asked for
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_public("lt_zero.kernels.rounding", f"lt_zero.ops.{name}"), name)

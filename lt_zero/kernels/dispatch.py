@@ -15,14 +15,15 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from lt_zero.common.places import load
 from lt_zero.kernels import library
 from lt_zero.kernels.header import CONSTANTS, STRUCTS
-from lt_zero.kernels.moments import TAKE_CODES, coded_nbytes, level_table
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,6 +34,7 @@ DTYPES = {
     torch.float16: CONSTANTS["LT_FP16"],
 }
 _CODES = CONSTANTS["LT_CODES"]
+TAKE_CODES = {"adam_step"}  # operations that take states as codes
 LOW_STATE = MASTERS = (torch.float32, torch.bfloat16)
 GPU_CHUNK = 1 << 24  # on a GPU every chunk costs launches, and its temporaries memory
 CHUNK = 1 << 17  # elements that a reference works on at a time: its temporaries stay in the cache
@@ -187,14 +189,17 @@ def operator(
     options = [key for key, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
     _register(name, _schema(reference, written), [key in written for key in parameters], run, fake)
     kernel = getattr(torch.ops.lt_zero, name)
+    positional = [key for key in parameters if key not in options]
 
     @functools.wraps(reference)
     def operation(*args: P.args, **kwargs: P.kwargs) -> R:
-        given: dict[str, Any] = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        if len(given.get(next(iter(parameters)), ())) == 0:
+        given: dict[str, Any] = dict(zip(positional, args, strict=False))
+        given.update(kwargs)
+        if len(given.get(positional[0], ())) == 0:
             return empty()  # type: ignore[no-any-return]
-        given.update({key: list(given.get(key) or ()) for key in lists})
-        return kernel(*[given.pop(key) for key in parameters if key in given and key not in options], **given)  # type: ignore[no-any-return]
+        for key in lists:
+            given[key] = list(given.get(key) or ())
+        return kernel(*[given.pop(key) for key in positional if key in given], **given)  # type: ignore[no-any-return]
 
     operation.__name__ = operation.__qualname__ = name
     return operation
@@ -303,7 +308,7 @@ def step_tensors(
     grad_dtype = check_list("grads", grads, params, list(DTYPES))
     coded = codes and are_coded(*states)
     if coded:
-        _check_codes(states, params)
+        state_code().check(states, params)
     state_dtypes = set() if coded else {check_list("state", state, params, LOW_STATE) for state in states}
     if len(state_dtypes) > 1:
         raise ValueError(f"the optimizer's states have the dtypes {sorted(map(str, state_dtypes))}; one is needed.")
@@ -328,7 +333,7 @@ def step_tensors(
         scale=address(scale),
         clip=address(clip),
         found_inf=address(found_inf),
-        levels=address(level_table(device)) if coded else None,
+        levels=address(state_code().levels(device)) if coded else None,
         places=address(places),
         place_count=len(places) if places is not None else 0,
     )
@@ -354,17 +359,37 @@ def are_coded(*states: Sequence[Tensor]) -> bool:
     return any(tensor.dtype == torch.uint8 for state in states for tensor in state[:1])
 
 
-def _check_codes(states: Sequence[Sequence[Tensor]], params: Sequence[Tensor]) -> None:
-    for number, state in enumerate(states):
-        if len(state) != len(params):
-            raise ValueError(f"state {number} has {len(state)} tensors, but {len(params)} are needed.")
-        for row, param in zip(state, params, strict=True):
-            nbytes, fits = coded_nbytes(param.numel()), row.is_contiguous() and row.data_ptr() % 4 == 0
-            if row.dtype != torch.uint8 or row.numel() != nbytes or row.device != param.device or not fits:
-                raise ValueError(
-                    f"state {number} has {row.numel()} elements of {row.dtype} on {row.device}; {nbytes} contiguous "
-                    f"bytes on {param.device}, at a multiple of 4, are needed for codes of {param.numel()} elements."
-                )
+@dataclass(frozen=True)
+class StateCode:
+    """Coded optimizer states, as far as steps ask about them.
+
+    Attributes:
+        check: raises ValueError if states are no codes for these parameters.
+        levels: returns the numbers that codes stand for, as the kernels read them, on a device.
+        encode: writes values as codes to a row; whether the values have a sign.
+        decode: the first elements (so many, 1D fp32) of a row; whether they have a sign.
+    """
+
+    check: Callable[[Sequence[Sequence[Tensor]], Sequence[Tensor]], None]
+    levels: Callable[[torch.device], Tensor]
+    encode: Callable[[Tensor, bool, Tensor], None]
+    decode: Callable[[Tensor, int, bool], Tensor]
+
+
+@functools.cache
+def state_code() -> StateCode:
+    """The code of states that are codes, which is imported when a step gets such states."""
+    found: StateCode = load("lt_zero.kernels.moments:CODE", "optimizer_states.dtype", "moments in 8 bits")
+    return found
+
+
+@functools.cache
+def random_rounding() -> Callable[[Tensor, Tensor, Tensor, int, int], None]:
+    """``round_by_places`` (rounding.py), which is imported when a step gets places."""
+    found: Callable[[Tensor, Tensor, Tensor, int, int], None] = load(
+        "lt_zero.kernels.rounding:round_by_places", "bf16.stochastic_rounding", "stochastic rounding"
+    )
+    return found
 
 
 # ---- for references --------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ A block with an infinity or a NaN decodes to NaN.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from typing_extensions import override
 
 from lt_zero.common.compat import argument_names, no_torch_function, wrapper_tensor, written_arguments
 from lt_zero.common.moment_form import EncodedTensor, Lend, MomentForm, PlainMoments
+from lt_zero.kernels.dispatch import TAKE_CODES, StateCode
 
 BLOCK = 256  # elements
 SMALLEST = 4096  # elements of a parameter
@@ -91,9 +93,25 @@ def decode(rows: Tensor, numel: int, signed: bool) -> Tensor:
     return (levels[records[:, :BLOCK].long()] * scale).view(-1)[:numel]
 
 
+def check_codes(states: Sequence[Sequence[Tensor]], params: Sequence[Tensor]) -> None:
+    """Raise ValueError if states are no codes for parameters of these sizes, on their device."""
+    for number, state in enumerate(states):
+        if len(state) != len(params):
+            raise ValueError(f"state {number} has {len(state)} tensors, but {len(params)} are needed.")
+        for row, param in zip(state, params, strict=True):
+            nbytes, fits = coded_nbytes(param.numel()), row.is_contiguous() and row.data_ptr() % 4 == 0
+            if row.dtype != torch.uint8 or row.numel() != nbytes or row.device != param.device or not fits:
+                raise ValueError(
+                    f"state {number} has {row.numel()} elements of {row.dtype} on {row.device}; {nbytes} contiguous "
+                    f"bytes on {param.device}, at a multiple of 4, are needed for codes of {param.numel()} elements."
+                )
+
+
+CODE = StateCode(check=check_codes, levels=level_table, encode=encode, decode=decode)
+
+
 # ---- where they are kept -------------------------------------------------------------------------------------------
 
-TAKE_CODES = {"adam_step"}  # operations
 # States that are never negative: their codes need no sign.
 _SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"}
 
@@ -140,11 +158,6 @@ class CodedMoments:
 
     def form_of(self, value: Tensor) -> MomentForm:
         return self if value.is_floating_point() else PlainMoments(value.dtype)
-
-
-def moments_in(dtype: torch.dtype) -> MomentForm:
-    """The form that a configuration means by ``dtype``."""
-    return CodedMoments() if dtype == torch.int8 else PlainMoments(dtype)
 
 
 class CodedTensor(EncodedTensor):

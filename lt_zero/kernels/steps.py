@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.kernels import moments
 from lt_zero.kernels.dispatch import (
     address,
     are_coded,
@@ -26,14 +25,15 @@ from lt_zero.kernels.dispatch import (
     native,
     operator,
     pointer,
+    random_rounding,
     scratch,
     skipped,
+    state_code,
     step_operator,
     step_tensors,
     store,
 )
 from lt_zero.kernels.header import STRUCTS
-from lt_zero.kernels.rounding import round_by_places
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class _Weights:
     def keep(self) -> None:
         """Round ``values`` to the master weights, and copy these to ``out``."""
         if self.places is not None:
-            round_by_places(self.values, self.stored, self.places, self.tensor, self.lo)
+            random_rounding()(self.values, self.stored, self.places, self.tensor, self.lo)
         else:
             store(self.stored, self.values)
         store(self.out, self.stored)
@@ -123,7 +123,7 @@ def adam_step_reference(
     if decoded:
         sizes = [p.numel() for p in params]
         exp_avgs, exp_avg_sqs = (
-            [moments.decode(rows, numel, signed) for rows, numel in zip(state, sizes, strict=True)]
+            [state_code().decode(rows, numel, signed) for rows, numel in zip(state, sizes, strict=True)]
             for state, signed in zip(coded, (True, False), strict=True)
         )
     # Corrections of the bias are in fp64, as in torch. The kernels compute the lines below in this order: another one
@@ -146,7 +146,7 @@ def adam_step_reference(
         weights.keep()
     for state, values, signed in zip(coded, (exp_avgs, exp_avg_sqs), (True, False), strict=True) if decoded else ():
         for rows, value in zip(state, values, strict=True):
-            moments.encode(value, signed, rows)
+            state_code().encode(value, signed, rows)
 
 
 adam_step = step_operator(adam_step_reference, STRUCTS["lt_adam"])

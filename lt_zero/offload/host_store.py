@@ -22,13 +22,7 @@ from lt_zero.core.stores.pinned import BufferPool, host_buffer
 from lt_zero.core.stores.store import CopyEvent, Gap, Place, Store
 from lt_zero.offload.copy_streams import CopyStream, StagingBuffer, StagingBuffers
 
-_apart = False  # set by tests: treat the CPU as a device with memory of its own
 _ARRIVING = 2  # reduced gradients that may be on their way to host memory
-
-
-def is_apart(device: torch.device) -> bool:
-    """True if ``device`` has memory of its own."""
-    return device.type != "cpu" or _apart
 
 
 def host_empty(numel: int, dtype: torch.dtype, pin: bool) -> Tensor:

@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.names import OfRanks, alone
 from lt_zero.optim import grouping
-from lt_zero.optim.muon import muon_groups
 from lt_zero.optim.params import problem, shown
 from lt_zero.optim.registry import Factory, optimizer_factory, scheduler_factory
 
@@ -83,8 +82,8 @@ def configured_optimizer(
     if block.param_groups:
         named = module.named_parameters(remove_duplicate=False)
         return build_grouped(block.type, block.params, block.param_groups, named, of_ranks)
-    if block.type.lower() == "muon":
-        parameters = muon_groups(module, of_ranks)
+    if (divide := optimizer_factory(block.type).divide) is not None:
+        parameters = divide(module, of_ranks)
     return build_optimizer(block.type, block.params, parameters or [{"params": []}])
 
 

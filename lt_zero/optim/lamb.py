@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from typing_extensions import override
 from lt_zero.common import accelerator
 from lt_zero.core.engine.optimizer_spec import Combine, Kernel, NormedOptimizer, Options, SecondPass, chosen
 from lt_zero.optim.adam import check_betas, run_closure
+from lt_zero.optim.params import Signature, only
+from lt_zero.optim.registry import OPTIMIZER_RULES, Factory, without
 
 
 def _options(group: Options, step: float) -> Options:
@@ -202,3 +205,14 @@ def _square(tensor: Tensor) -> Tensor:
     """The squared norm (0D, fp64)."""
     norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
     return norm.square()
+
+
+# ---- in configurations -----------------------------------------------------------------------------------------------
+
+_NO_AMSGRAD = only(False, "Lamb has no such variant; write false, or remove it")
+
+
+def factory_of(name: str) -> Factory:
+    """The factory of ``optimizer.type: Lamb``."""
+    own = Signature.of(Lamb, OPTIMIZER_RULES).plus({"amsgrad": _NO_AMSGRAD})
+    return Factory(own, partial(without, Lamb, ("amsgrad",)))

@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 
 from lt_zero.core.engine.optimizer_spec import Kernel, chosen
 from lt_zero.optim.adam import check_betas, run_closure
+from lt_zero.optim.params import Flag, Signature
+from lt_zero.optim.registry import ADAM_RULES, FP32_STATES, OPTIMIZER_RULES, Factory
 
 
 class Lion(Optimizer):
@@ -78,3 +80,18 @@ class Lion(Optimizer):
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.sub_(moment.lerp(grad, 1 - beta1).sign_() * group["lr"])
         moment.lerp_(grad, 1 - beta2)
+
+
+# ---- in configurations -----------------------------------------------------------------------------------------------
+
+
+def factory_of(name: str) -> Factory:
+    """The factory of ``optimizer.type: Lion``."""
+    extra = {"set_grad_none": Flag, "fp32_optimizer_states": FP32_STATES}
+    return Factory(Signature.of(Lion, OPTIMIZER_RULES).plus(extra), _make)
+
+
+def _make(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
+    """Lion with DeepSpeed's defaults, which differ from the paper's."""
+    options = {"lr": 1e-3, "betas": (0.9, 0.999), **values}
+    return Lion(parameters, **{k: v for k, v in options.items() if k not in ADAM_RULES})

@@ -15,7 +15,7 @@ Note [Which parameters]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from torch.optim import Optimizer
 from lt_zero.common import accelerator
 from lt_zero.common.names import OfRanks, alone
 from lt_zero.optim.adam import run_closure, step_adam
+from lt_zero.optim.params import Flag, Signature, choice, number, only
+from lt_zero.optim.registry import OPTIMIZER_RULES, RATE, Factory
 
 NS_METHODS = ("gram", "standard")
 RATES = ("original", "match_rms_adamw")
@@ -209,14 +211,14 @@ def _by_gram(matrix: Tensor, steps: int) -> Tensor:
     x = _scaled(matrix.T if tall else matrix)
     gram = x @ x.T
     product: Tensor | None = None
-    for number in range(steps):
-        if number == _RESTART and product is not None:
+    for iteration in range(steps):
+        if iteration == _RESTART and product is not None:
             x = product @ x
             gram, product = x @ x.T, None
         step = torch.addmm(gram, gram, gram, beta=_B, alpha=_C)
         step.diagonal().add_(_A)
         product = step if product is None else step @ product
-        if number + 1 not in (steps, _RESTART):
+        if iteration + 1 not in (steps, _RESTART):
             # Valid because both are symmetric and commute: ``step`` is a polynomial of ``gram``.
             gram = step @ gram @ step
     if product is not None:
@@ -260,3 +262,53 @@ def _is_by_name(name: str) -> bool:
     *path, _ = low.split(".")
     listed = any(part.isdecimal() for part in path)
     return "embed" in low or "lm_head" in low or (not listed and bool(path) and path[-1] in _OUTPUTS)
+
+
+# ---- in configurations -----------------------------------------------------------------------------------------------
+
+_HALVES = (
+    "Muon has two fixed groups, the matrices of hidden layers and all other parameters. Remove the key and set their "
+    "rates by optimizer.params.muon_lr and adam_lr. For other groups return lt_zero.optim.Muon from "
+    "configure_optimizers."
+)
+_HEADS = "an attention projection is updated as one matrix; remove it. A matrix per head gets its own update"
+# As in DeepSpeed 0.19.8, ``lr`` and ``weight_decay`` apply to both groups, ``muon_lr``, ``momentum`` and ``ns_method``
+# to Muon, ``adam_lr``, ``betas`` and ``eps`` to Adam. Not in DeepSpeed: ``nesterov``, ``ns_steps``, ``adjust_lr_fn``.
+_RULES: Mapping[str, Any] = {
+    **OPTIMIZER_RULES,
+    "muon_lr": RATE,
+    "adam_lr": RATE,
+    "ns_method": choice(NS_METHODS),
+    "ns_steps": number(1, 99, whole=True, example="5"),
+    "adjust_lr_fn": choice(RATES),
+}
+_NOT_THERE: Mapping[str, Any] = {
+    "torch_adam": Flag,  # selects an implementation, not an algorithm
+    "fp32_optimizer_states": only(True, "write true; for moments in bf16 set optimizer_states.dtype=bf16"),
+    "per_head_muon": only(False, _HEADS),
+}
+
+
+def factory_of(name: str) -> Factory:
+    """The factory of ``optimizer.type: Muon``."""
+    own = Signature.of(Muon, _RULES).plus({**_NOT_THERE, "lr": RATE})
+    return Factory(own, _make, ungrouped=_HALVES, divide=muon_groups)
+
+
+def _make(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
+    """Muon; bare parameters are divided by their number of dimensions alone."""
+    options = {key: value for key, value in values.items() if key not in _NOT_THERE}
+    if "lr" in options:
+        rate = options.pop("lr")
+        options = {"muon_lr": rate, "adam_lr": rate, **options}
+    groups = list(parameters)
+    if not any(isinstance(group, dict) for group in groups):
+        divided = [(use, [p for p in groups if (_tensor(p).dim() == 2) is use]) for use in (True, False)]
+        groups = [{"params": members, "use_muon": use} for use, members in divided if members]
+    return Muon(groups, **options)
+
+
+def _tensor(parameter: Any) -> Tensor:
+    """The tensor of a parameter, which may be a (name, parameter) pair as in torch."""
+    tensor: Tensor = parameter[1] if isinstance(parameter, tuple) else parameter
+    return tensor

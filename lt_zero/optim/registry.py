@@ -13,16 +13,14 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field
+from torch import nn
 from torch.optim import Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lt_zero.common.errors import ConfigError, Problem
+from lt_zero.common.names import OfRanks
 from lt_zero.common.places import load
 from lt_zero.core.engine.optimizer_spec import is_known
-from lt_zero.optim.adam import UncorrectedAdam
-from lt_zero.optim.lamb import Lamb
-from lt_zero.optim.lion import Lion
-from lt_zero.optim.muon import NS_METHODS, RATES, Muon
 from lt_zero.optim.params import Flag, Signature, choice, nullable, number, only, per_group, problem, several
 from lt_zero.optim.schedules import SCHEDULES
 
@@ -36,12 +34,14 @@ class Factory:
         make: builds one from the parameters (or the optimizer) and checked ``params``.
         is_own: whether the class is lt_zero's or torch's, so that a trial instance is cheap and has no side effects.
         ungrouped: why ``optimizer.param_groups`` is not supported, and the remedy; "" if it is.
+        divide: the parameter groups of a module, as ``muon_groups`` returns them; None: the parameters, as they are.
     """
 
     signature: Signature
     make: Callable[[Any, dict[str, Any]], Any]
     is_own: bool = True
     ungrouped: str = ""
+    divide: Callable[[nn.Module, OfRanks], list[dict[str, Any]]] | None = None
 
 
 RATE = number(0, example="1e-3")
@@ -61,41 +61,25 @@ OPTIMIZER_RULES: Mapping[str, Any] = {
     "foreach": nullable(Flag),
     "fused": nullable(Flag),
 }
-_FP32 = only(True, "write true; for moments in bf16 set optimizer_states.dtype=bf16 instead")
-_ADAM: Mapping[str, Any] = {
+FP32_STATES = only(True, "write true; for moments in bf16 set optimizer_states.dtype=bf16 instead")
+ADAM_RULES: Mapping[str, Any] = {
     "adam_w_mode": Flag,
     "torch_adam": Flag,
     "bias_correction": Flag,
-    "fp32_optimizer_states": _FP32,
+    "fp32_optimizer_states": FP32_STATES,
     "set_grad_none": Flag,
     "eps_inside_sqrt": only(False, "it belongs to Lamb; remove it"),  # configurations of 1-bit Adam have it, too
 }
-_HALVES = (
-    "Muon has two fixed groups, the matrices of hidden layers and all other parameters. Remove the key and set their "
-    "rates by optimizer.params.muon_lr and adam_lr. For other groups return lt_zero.optim.Muon from "
-    "configure_optimizers."
-)
-_HEADS = "an attention projection is updated as one matrix; remove it. A matrix per head gets its own update"
-# As in DeepSpeed 0.19.8, ``lr`` and ``weight_decay`` apply to both groups, ``muon_lr``, ``momentum`` and ``ns_method``
-# to Muon, ``adam_lr``, ``betas`` and ``eps`` to Adam. Not in DeepSpeed: ``nesterov``, ``ns_steps``, ``adjust_lr_fn``.
-_MUON_RULES: Mapping[str, Any] = {
-    **OPTIMIZER_RULES,
-    "muon_lr": RATE,
-    "adam_lr": RATE,
-    "ns_method": choice(NS_METHODS),
-    "ns_steps": number(1, 99, whole=True, example="5"),
-    "adjust_lr_fn": choice(RATES),
+# By name in lower case: where the function is that returns the factory of this name. Imported if one is named.
+_PLACES: Mapping[str, str] = {
+    **dict.fromkeys(("lamb", "fusedlamb"), "lt_zero.optim.lamb:factory_of"),
+    "lion": "lt_zero.optim.lion:factory_of",
+    "muon": "lt_zero.optim.muon:factory_of",
+    **dict.fromkeys(("onebitadam", "onebitlamb", "zerooneadam"), "lt_zero.features.one_bit.factories:factory_of"),
 }
-_NOT_OF_MUON: Mapping[str, Any] = {
-    "torch_adam": Flag,  # selects an implementation, not an algorithm
-    "fp32_optimizer_states": only(True, "write true; for moments in bf16 set optimizer_states.dtype=bf16"),
-    "per_head_muon": only(False, _HEADS),
+_ONLY_BY_NAME: Mapping[str, str] = {  # why a path cannot name a class
+    "lt_zero.optim.muon.Muon": "Its parameters must be divided into two groups. Write Muon, which does that.",
 }
-_NO_AMSGRAD = only(False, "Lamb has no such variant; write false, or remove it")
-# Those of features, which may not be installed, by name in lower case: where what returns their factory is.
-_OF_FEATURES: Mapping[str, str] = dict.fromkeys(
-    ("onebitadam", "onebitlamb", "zerooneadam"), "lt_zero.features.one_bit.factories:factory_of"
-)
 UNSUPPORTED: Mapping[str, str] = {  # by name in lower case
     "muadam": "Use AdamW, and scale the learning rate of each parameter group as mup does.",
     "muadamw": "Use AdamW, and scale the learning rate of each parameter group as mup does.",
@@ -167,8 +151,8 @@ def optimizer_factory(name: Any) -> Factory:
             *_torch_classes(),
         ]
         raise _wrong("optimizer", name, _nearest(name, known) + " An import path (package.module.Class) works, too.")
-    if cls is Muon:  # the path of our class; torch.optim.Muon is another one
-        raise _wrong("optimizer", name, "Its parameters must be divided into two groups. Write Muon, which does that.")
+    if (why := _ONLY_BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")) is not None:
+        raise _wrong("optimizer", name, why)
     return _from_class("optimizer", cls)
 
 
@@ -177,23 +161,14 @@ def _own(name: str) -> Factory | None:
     """The optimizer of a name that stands for more than a class and its constructor."""
     low = name.lower()
     if low in ("adam", "deepspeed_adam", "fusedadam", "deepspeedcpuadam", "adamw"):
-        own = Signature.of(AdamW, OPTIMIZER_RULES, name).plus(_ADAM)
+        own = Signature.of(AdamW, OPTIMIZER_RULES, name).plus(ADAM_RULES)
         return Factory(own, lambda params, values: _adam(params, values, decoupled=low == "adamw"))
-    if low == "lion":
-        extra = {"set_grad_none": Flag, "fp32_optimizer_states": _FP32}
-        return Factory(Signature.of(Lion, OPTIMIZER_RULES).plus(extra), _lion)
     if low == "adagrad":
-        own = Signature.of(Adagrad, OPTIMIZER_RULES).plus({"fp32_optimizer_states": _FP32})
-        return Factory(own, partial(without, Adagrad, _ADAM))
-    if low in ("lamb", "fusedlamb"):
-        own = Signature.of(Lamb, OPTIMIZER_RULES).plus({"amsgrad": _NO_AMSGRAD})
-        return Factory(own, partial(without, Lamb, ("amsgrad",)))
-    if (place := _OF_FEATURES.get(low)) is not None:
+        own = Signature.of(Adagrad, OPTIMIZER_RULES).plus({"fp32_optimizer_states": FP32_STATES})
+        return Factory(own, partial(without, Adagrad, ADAM_RULES))
+    if (place := _PLACES.get(low)) is not None:
         made: Factory = load(place, "optimizer.type", f"the optimizer {name}")(low)
         return made
-    if low == "muon":
-        own = Signature.of(Muon, _MUON_RULES).plus({**_NOT_OF_MUON, "lr": RATE})
-        return Factory(own, _muon, ungrouped=_HALVES)
     return None
 
 
@@ -229,7 +204,7 @@ def without(cls: Callable[..., Any], others: Collection[str], target: Any, value
 
 def _adam(parameters: Iterable[Any], values: dict[str, Any], decoupled: bool) -> Optimizer:
     """DeepSpeed's Adam is AdamW unless ``adam_w_mode`` is false, and its weight decay is 0 by default."""
-    options = {key: value for key, value in values.items() if key not in _ADAM}
+    options = {key: value for key, value in values.items() if key not in ADAM_RULES}
     decoupled = decoupled or values.get("adam_w_mode", True)
     if not values.get("torch_adam", False):
         options.setdefault("weight_decay", 0.0)
@@ -243,32 +218,11 @@ def _adam(parameters: Iterable[Any], values: dict[str, Any], decoupled: bool) ->
     for key in ("foreach", "fused"):  # they select an implementation, not an algorithm
         options.pop(key, None)
     options.setdefault("weight_decay", 0.01 if decoupled else 0.0)  # torch's default, with torch_adam
-    return UncorrectedAdam(parameters, decoupled_weight_decay=decoupled, **options)
-
-
-def _lion(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
-    """Lion with DeepSpeed's defaults, which differ from the paper's."""
-    options = {"lr": 1e-3, "betas": (0.9, 0.999), **values}
-    return Lion(parameters, **{k: v for k, v in options.items() if k not in _ADAM})
-
-
-def _muon(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
-    """Muon; bare parameters are divided by their number of dimensions alone."""
-    options = {key: value for key, value in values.items() if key not in _NOT_OF_MUON}
-    if "lr" in options:
-        rate = options.pop("lr")
-        options = {"muon_lr": rate, "adam_lr": rate, **options}
-    groups = list(parameters)
-    if not any(isinstance(group, dict) for group in groups):
-        divided = [(use, [p for p in groups if (_tensor(p).dim() == 2) is use]) for use in (True, False)]
-        groups = [{"params": members, "use_muon": use} for use, members in divided if members]
-    return Muon(groups, **options)
-
-
-def _tensor(parameter: Any) -> torch.Tensor:
-    """The tensor of a parameter, which may be a (name, parameter) pair as in torch."""
-    tensor: torch.Tensor = parameter[1] if isinstance(parameter, tuple) else parameter
-    return tensor
+    uncorrected = load(
+        "lt_zero.optim.adam:UncorrectedAdam", "optimizer.params.bias_correction", "Adam without bias correction"
+    )
+    made: Optimizer = uncorrected(parameters, decoupled_weight_decay=decoupled, **options)
+    return made
 
 
 @functools.lru_cache(maxsize=64)

@@ -386,24 +386,3 @@ def localize(module: nn.Module, meshes: Sequence[DeviceMesh]) -> list[ParamSpec]
 def is_cut(parameter: Tensor) -> bool:
     """True if each rank has only a part of ``parameter``."""
     return isinstance(parameter, DTensor) and not all(isinstance(p, Replicate) for p in parameter.placements)
-
-
-def is_distributed(parameter: Tensor) -> bool:
-    """True if ``parameter`` is a DTensor, cut or replicated."""
-    return isinstance(parameter, DTensor)
-
-
-def local_of(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
-    """The local tensor of a DTensor and a function that makes a DTensor of it again; else the tensor itself and None.
-
-    The local tensor shares memory, but does not count all writes to the DTensor as its own version.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor, None
-    mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
-
-    def distributed(local: Tensor) -> Tensor:
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-    with torch.no_grad():
-        return tensor.to_local(), distributed

@@ -10,26 +10,20 @@ Note [Parts and whole rows]
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
+from lt_zero.core import division
 from lt_zero.core.comm.process_groups import exists
 from lt_zero.parallel.mesh import ParallelMesh
 
 SIZE = "sequence_parallel_size"
 _METRICS = {"sum": "SumMetric", "min": "MinMetric", "max": "MaxMetric"}
 
-# Of the run that this process has joined last; empty: all ranks see other rows.
-_current: list[weakref.ref[ParallelMesh]] = []
-
-
-def reduce_over(mesh: ParallelMesh | None) -> None:
-    """Begin a run with ``mesh``; None: without one, or end it."""
-    _current[:] = [] if mesh is None else [weakref.ref(mesh)]
-
 
 def _mesh() -> ParallelMesh | None:
-    mesh = _current[0]() if _current else None
+    """The mesh of the run that this process has joined last; None: all ranks see other rows, or it is over."""
+    run = division.current()
+    mesh = run.find(ParallelMesh) if run is not None else None
     return mesh if mesh is not None and exists(mesh.token_group) else None
 
 
@@ -52,14 +46,12 @@ def row_group() -> Any:
     return mesh.data_group if mesh is not None else None
 
 
-def group_of_reduction(mesh: ParallelMesh | None, reduce_op: Any) -> Any:
+def group_of_reduction(mesh: ParallelMesh, reduce_op: Any) -> Any:
     """The process group of a reduction for which a script has given none; None: all ranks.
 
     Raises:
         ValueError: it is no mean, and sequences are cut. See Note [Parts and whole rows].
     """
-    if mesh is None:
-        return None
     kind = getattr(reduce_op, "op", reduce_op)  # torch's operations have a kind, and kinds a name
     operation = str(getattr(kind, "name", kind) or "mean").lower()
     if mesh.sequence is None or operation in ("mean", "avg"):

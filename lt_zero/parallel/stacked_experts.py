@@ -22,8 +22,8 @@ from lt_zero.common import accelerator
 from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.switch import Switched, own_class, restore, switch
+from lt_zero.common.transformers_models import models_of
 from lt_zero.parallel.experts import SIZE, Dispatched, Experts, OfStages, one_stage
-from lt_zero.parallel.sequence.huggingface import models_of
 
 _OF_A_STACK = ("has_bias", "is_transposed", "num_experts")  # attributes, since transformers 5.0
 _OF_PEFT = ("get_base_layer", "get_delta_weight", "parameter_name")  # methods of its wrappers of parameters, since 0.17

@@ -7,24 +7,7 @@ models and meshes   sizes.py, transformer.py, meshes.py, pipelines.py, tensor_si
 between nodes       traffic.py, comm_options.py
 ``lt-zero tune``    search_space.py, search.py, trial.py (inside a run of the script), tune_cli.py
 ``lt-zero estimate`` is estimate_cli.py.
+
+The check before allocating belongs to every run, with setup.py, forecast.py and limits.py. All else is a tool: a run
+asks it for advice if its check has failed, and for a trial if ``lt-zero tune`` has started it.
 """
-
-from lt_zero.planning.activations import ActivationForecast, estimate_activations
-from lt_zero.planning.estimate import Fit, Machine, cheapest, estimate, settings_table
-from lt_zero.planning.forecast import Forecast
-from lt_zero.planning.limits import NotEnoughMemory, check_host_memory
-from lt_zero.planning.sizes import Sizes
-
-__all__ = [
-    "ActivationForecast",
-    "Fit",
-    "Forecast",
-    "Machine",
-    "NotEnoughMemory",
-    "Sizes",
-    "cheapest",
-    "check_host_memory",
-    "estimate",
-    "estimate_activations",
-    "settings_table",
-]

@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.moment_form import stored_part
-from lt_zero.common.units import GB, format_bytes
+from lt_zero.common.places import load_if_installed
+from lt_zero.common.units import GB
 from lt_zero.config import ZeroConfig
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.shared_memory import host_identity
@@ -31,11 +32,10 @@ from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.guard import is_guarded
 from lt_zero.core.engine.partition import EnginePlan
-from lt_zero.core.engine.storage_plan import DEVICE, HOST, NVME
+from lt_zero.core.engine.storage_plan import DEVICE, HOST
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.core.stores.pinned import return_freed_memory, return_large_blocks, rounded
 from lt_zero.planning import limits
-from lt_zero.planning.estimate import Machine, cheapest, states_of
 from lt_zero.planning.forecast import (
     GATHERED,
     GRADS,
@@ -51,7 +51,7 @@ from lt_zero.planning.forecast import (
     forecast,
 )
 from lt_zero.planning.limits import Available, NotEnoughMemory, check_host_memory, shortage
-from lt_zero.planning.setup import Setup, kind_of
+from lt_zero.planning.setup import Setup, kind_of, states_and_kernel
 
 RESTING = "in files"  # bytes of files, of all kinds
 
@@ -95,7 +95,7 @@ def _of_bucket(bucket: Bucket) -> dict[str, int]:
     return held
 
 
-_EVERYTHING = 1 << 62  # bytes: not limited
+_PLANNER = "lt_zero.planning.estimate:advice"  # imported when a check has failed
 
 Advice = Callable[[int, int], str]  # (bytes of the host, ranks on it) -> remedy
 
@@ -163,7 +163,7 @@ def setup_of(
     engine: Engine, optimizers: Iterable[Optimizer], accumulates: bool = False, saves: bool = True, averages: int = 0
 ) -> Setup:
     """Facts of a run for its forecast; arguments as for ``check_optimizers``."""
-    known = [states_of(optimizer) for optimizer in optimizers]
+    known = [states_and_kernel(optimizer) for optimizer in optimizers]
     states = max((count for count, _ in known), default=0.0)
     fused = engine.options.fused_step and all(kernel for _, kernel in known)
     kernels = frozenset(kernel for _, kernel in known) if fused else frozenset[str]()
@@ -263,21 +263,10 @@ def _advice(
     host: int,
     ranks: int,
 ) -> str:
-    """The first setting that fits ``ranks`` ranks on a host of ``host`` bytes; ``optimizer``: as for ``estimate``."""
-    fit = cheapest(
-        root,
-        Machine(host=host, nvme=_EVERYTHING, ranks=ranks),
-        config,
-        setup.world * config.pipeline.ranks,
-        device=setup.device,
-        optimizer=optimizer,
-        precision=policy.mode,
-        accumulate_grad_batches=2 if setup.accumulates else 1,
-        saves=setup.saves,
-    )
-    more = "`lt-zero estimate` shows what each setting needs; LT_ZERO_MEMORY_CHECK=0 skips this check."
-    if fit.setting is None or fit.forecast is None:
-        return f"No setting fits: take more or larger machines, or a smaller model. {more}"
-    disk = fit.forecast.node(NVME)
-    room = f" (with nvme_path on a disk that has {format_bytes(disk)} for this node)" if disk else ""
-    return f"What would fit: {fit.setting}{room}. Or start fewer ranks per machine. {more}"
+    """Tell what to do about ``ranks`` ranks that need more than the ``host`` bytes of their host.
+
+    ``optimizer``: as for ``estimate``, which is asked for a setting that fits, if it is installed.
+    """
+    advise = load_if_installed(_PLANNER)
+    skipping = "LT_ZERO_MEMORY_CHECK=0 skips this check."
+    return f"{advise(root, config, policy, setup, optimizer, host, ranks)} {skipping}" if advise else skipping

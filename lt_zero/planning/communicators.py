@@ -12,6 +12,7 @@ Note [Memory of a communicator]
 from __future__ import annotations
 
 from lt_zero.config import ZeroConfig
+from lt_zero.core.comm.process_groups import Communicators
 from lt_zero.parallel.mesh import ParallelSizes
 
 _SIMPLE = 4 << 20
@@ -19,6 +20,12 @@ _LL = 8 * 512 * 8 * 16  # lines of a thread, threads, steps, bytes of a line
 _LL128 = 120 * 640 * 8 * 8  # numbers of a thread, threads, steps, bytes of a number
 CHANNELS = 16
 NBYTES = 2 * CHANNELS * (_SIMPLE + _LL + _LL128)  # of a communicator
+
+
+def planned_communicators(config: ZeroConfig, ranks: ParallelSizes) -> Communicators:
+    """The communicators that a rank of a run on GPUs has, and about what they take of its GPU."""
+    number = communicators(config, ranks)
+    return Communicators(number, number * NBYTES)
 
 
 def communicators(config: ZeroConfig, ranks: ParallelSizes) -> int:

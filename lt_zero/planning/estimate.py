@@ -29,25 +29,25 @@ from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.config.options import engine_options, with_sizes
 from lt_zero.config.precision import MODES, dtype_policy, resolve_mode
 from lt_zero.core.ask import adapted
+from lt_zero.core.comm.process_groups import Communicators
 from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.partition import EnginePlan, GroupFacts, plan_engine
 from lt_zero.core.engine.storage_plan import DEVICE, HOST, NVME
-from lt_zero.core.step.fused_step import FusedStep
-from lt_zero.core.step.supported_optimizers import states_by_group
-from lt_zero.features import features_of
+from lt_zero.features import features_of, is_installed
 from lt_zero.parallel import experts
 from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.parallel.pipeline.layers import pipeline_of
 from lt_zero.parallel.plan import planned_parts
-from lt_zero.planning.communicators import communicators
+from lt_zero.planning.communicators import planned_communicators
 from lt_zero.planning.forecast import PLACES, Forecast, forecast
-from lt_zero.planning.setup import PlannedGroup, Setup
+from lt_zero.planning.setup import PlannedGroup, Setup, states_and_kernel
 from lt_zero.planning.sizes import Model, Sizes, Stage, fullest, parts_of_all, skeleton, stages_of_sizes
 from lt_zero.planning.step_time import Cluster, StepTime, step_time
 from lt_zero.planning.traffic import Traffic, forecast_traffic
 
 _OF_HIDDEN = ("bucket_size", "persistence_threshold")  # suffixes of keys that "auto" derives from the hidden size
 _OFFLOADS = ("offload_optimizer", "offload_param")
+_EVERYTHING = 1 << 62  # bytes: not limited
 
 
 def estimate(
@@ -187,7 +187,7 @@ def _planned(
         kernels=frozenset({kernel} if kernel and config.fused_step else ()),
         accumulates=accumulate_grad_batches * config.micro_batches > 1,
         saves=saves,
-        communicators=communicators(config, ranks) if device == "cuda" else 0,
+        communicators=planned_communicators(config, ranks) if device == "cuda" else Communicators(),
         elsewhere=stage.elsewhere,
     )
     named = dict(module.named_parameters())
@@ -310,10 +310,7 @@ def states_of(optimizer: str | float | Optimizer) -> tuple[float, str]:
         assert isinstance(optimizer, Optimizer)
     if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
         raise wrong("optimizer", optimizer, "pass a name such as 'adam', an instance, or bytes per parameter")
-    counts = states_by_group(optimizer)
-    sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
-    mean = sum(count * size for count, size in zip(counts, sizes, strict=True)) / max(1, sum(sizes))
-    return mean if any(sizes) else max(counts, default=0), FusedStep.operation_of(optimizer)
+    return states_and_kernel(optimizer)
 
 
 def _made(name: str, parameters: list[Parameter]) -> Optimizer:
@@ -398,6 +395,8 @@ class Fit:
 def settings(device: str = "cuda", stage: int | None = None) -> list[Setting]:
     """The ladder. On CPUs, offloading to the CPU changes nothing and is left out."""
     useful = [setting for setting in _LADDER if device != "cpu" or "cpu" not in setting.places]
+    if not is_installed("offload"):
+        useful = [setting for setting in useful if setting.places == ("-", "-")]
     return [setting for setting in useful if stage in (None, setting.stage)]
 
 
@@ -431,6 +430,42 @@ def cheapest(
             return Fit(setting, cast, tuple(skipped))
         skipped.append((setting, problem))
     return Fit(None, None, tuple(skipped))
+
+
+def advice(
+    root: nn.Module,
+    config: ZeroConfig,
+    policy: DtypePolicy,
+    setup: Setup,
+    optimizer: str | float,
+    host: int,
+    ranks: int,
+) -> str:
+    """The first setting that fits a run which has too little memory, for the error of its check (check.py).
+
+    Args:
+        root, config, policy, setup: of the run.
+        optimizer: as for ``estimate``.
+        host: bytes of a host.
+        ranks: on it.
+    """
+    fit = cheapest(
+        root,
+        Machine(host=host, nvme=_EVERYTHING, ranks=ranks),
+        config,
+        setup.world * config.pipeline.ranks,
+        device=setup.device,
+        optimizer=optimizer,
+        precision=policy.mode,
+        accumulate_grad_batches=2 if setup.accumulates else 1,
+        saves=setup.saves,
+    )
+    more = "`lt-zero estimate` shows what each setting needs;"
+    if fit.setting is None or fit.forecast is None:
+        return f"No setting fits: take more or larger machines, or a smaller model. {more}"
+    disk = fit.forecast.node(NVME)
+    room = f" (with nvme_path on a disk that has {format_bytes(disk)} for this node)" if disk else ""
+    return f"What would fit: {fit.setting}{room}. Or start fewer ranks per machine. {more}"
 
 
 def misfit(cast: Forecast, machine: Machine) -> str:

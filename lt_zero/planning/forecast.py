@@ -48,7 +48,6 @@ from lt_zero.core.stores.checked_file import RING_BUFFER
 from lt_zero.core.stores.pinned import rounded
 from lt_zero.core.stores.store import record_nbytes
 from lt_zero.features import features_of
-from lt_zero.planning.communicators import NBYTES
 from lt_zero.planning.setup import Setup
 
 PLACES = (DEVICE, HOST, NVME)
@@ -401,7 +400,7 @@ class _Sums:
         return [(DEVICE, REDUCE, max(codes, default=0))]
 
     def offloading(self) -> list[Part]:
-        """Accumulators that are moved off the device in backward, and steps that overlap (core/step/overlap.py)."""
+        """Accumulators that are moved off the device in backward, and steps that overlap (background_steps.py)."""
         files = sorted(rounded(row.shard_numel * row.accumulate.itemsize) for row in self.stored)
         landing = sorted(row.shard_numel * row.accumulate.itemsize for row in self.trained if row.states != DEVICE)
         total = [(DEVICE, OFFLOAD, sum(landing[-IN_FLIGHT:]))] if self.memory == HOST else []
@@ -524,12 +523,13 @@ class Forecast:
     @property
     def communicators(self) -> int:
         """Bytes of a GPU that NCCL takes in all phases, about; they are not in ``phases``. See communicators.py."""
-        return self.setup.communicators * NBYTES
+        return self.setup.communicators.nbytes
 
     @property
     def of_nccl(self) -> str:
         """The same in words."""
-        return f"{self.setup.communicators} communicators of about {format_bytes(NBYTES)} on each GPU"
+        made = self.setup.communicators
+        return f"{made.number} communicators of about {format_bytes(made.nbytes // max(1, made.number))} on each GPU"
 
     def kinds(self, place: str) -> dict[str, int]:
         """Peak bytes of each kind on rank 0. The peaks may occur in different phases."""

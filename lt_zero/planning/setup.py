@@ -6,12 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.optim import Optimizer
 
 from lt_zero.common import accelerator
 from lt_zero.config.blocks import ZeroOptimization
+from lt_zero.core.comm.process_groups import Communicators
 from lt_zero.core.comm.send_sizes import BACKEND, GLOO, WINDOWS, SendSizes
 from lt_zero.core.comm.transport import Mesh
 from lt_zero.core.engine.partition import GroupFacts
+from lt_zero.core.step.fused_step import FusedStep
+from lt_zero.core.step.supported_optimizers import states_by_group
+
+MANY_SHARDS = 64  # from so many on rings may take longer than the computing that hides them
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,14 @@ def kind_of(device: torch.device) -> str:
     return "cuda" if accelerator.is_accelerator(device) else "cpu"
 
 
+def states_and_kernel(optimizer: Optimizer) -> tuple[float, str]:
+    """The number of element-wise states of an optimizer (mean of its groups), and the kernel that steps it, or ''."""
+    counts = states_by_group(optimizer)
+    sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
+    mean = sum(count * size for count, size in zip(counts, sizes, strict=True)) / max(1, sum(sizes))
+    return mean if any(sizes) else max(counts, default=0), FusedStep.operation_of(optimizer)
+
+
 @dataclass(frozen=True)
 class Setup:
     """Facts of a run that a forecast needs beside the configuration."""
@@ -98,7 +112,8 @@ class Setup:
     training: bool = True  # there are gradients
     saves: bool = True  # there are checkpoints
     averages: int = 0  # of the weights, kept in fp32 beside the states
-    communicators: int = 0  # of NCCL, on each rank; 0: unknown, or made before the memory is looked at
+    # Of NCCL, on each rank; none: unknown, or made before the memory is looked at.
+    communicators: Communicators = field(default_factory=Communicators)
     elsewhere: int = 0  # parameters of the model that other ranks of a pipeline have
 
     @property

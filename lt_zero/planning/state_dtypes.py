@@ -16,6 +16,7 @@ from lt_zero.common.tables import bytes_cell, show
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import resolve_mode
 from lt_zero.core.engine.storage_plan import DEVICE, HOST, NVME
+from lt_zero.features import is_installed
 from lt_zero.planning.estimate import Setting, estimate
 from lt_zero.planning.sizes import Model, Sizes, Stage
 
@@ -31,23 +32,33 @@ class StateDtypes(NamedTuple):
         overrides: of the configuration.
         adapted: adapters train, and the model is frozen.
         least: the lowest stage that has the choice.
+        feature: folder of the feature that the choice needs; "": none.
     """
 
     name: str
     overrides: tuple[str, ...]
     adapted: bool = False
     least: int = 0
+    feature: str = ""
 
 
 _LOW = ("bf16.enabled=true", "bf16.bf16_master_weights_and_grads=true", "bf16.bf16_optimizer_states=true")
 CHOICES = (
     StateDtypes("moments fp32", ("optimizer_states.dtype=fp32",)),
     StateDtypes("moments bf16", ("optimizer_states.dtype=bf16",)),
-    StateDtypes("moments int8", ("optimizer_states.dtype=int8",)),
+    StateDtypes("moments int8", ("optimizer_states.dtype=int8",), feature="low_bit_states"),
     StateDtypes("all in bf16", _LOW),
     StateDtypes("frozen bf16, adapters", (), adapted=True),
-    StateDtypes("frozen 8 bits, adapters", ("zero_optimization.stage=3", "quantize=8"), adapted=True, least=3),
-    StateDtypes("frozen 4 bits, adapters", ("zero_optimization.stage=3", "quantize=4"), adapted=True, least=3),
+    *(
+        StateDtypes(
+            f"frozen {bits} bits, adapters",
+            ("zero_optimization.stage=3", f"quantize={bits}"),
+            adapted=True,
+            least=3,
+            feature="quantize",
+        )
+        for bits in (8, 4)
+    ),
 )
 
 
@@ -86,6 +97,8 @@ def dtypes_table(
         table.add_column(heading, justify="right", no_wrap=True)
     problems = []
     for choice in CHOICES:
+        if choice.feature and not is_installed(choice.feature):
+            continue
         sized = _with_adapters(model, adapters) if choice.adapted else model
         if sized is None:
             continue
@@ -112,6 +125,8 @@ def _columns(device: str) -> Iterator[tuple[str, Setting, str]]:
     name, place, away = ("GPU", DEVICE, HOST) if device == "cuda" else ("memory", HOST, NVME)
     for stage in range(4):
         yield f"stage {stage}\n{name}", Setting(stage), place
+    if not is_installed("offload"):
+        return
     moved = Setting(3, ("cpu" if away == HOST else "nvme", "-"))
     yield f"optimizer in {'host memory' if away == HOST else 'files'}\nstage 3: {name}", moved, place
     yield f"\n{away}", moved, away

@@ -28,9 +28,8 @@ from lt_zero.core.engine.partition import EnginePlan, GroupFacts
 from lt_zero.core.engine.storage_plan import StoragePlan
 from lt_zero.features import is_installed
 from lt_zero.planning.forecast import planned
-from lt_zero.planning.setup import Setup
+from lt_zero.planning.setup import MANY_SHARDS, Setup
 
-MANY = 64  # shards from which on rings may take longer than the computing that hides them
 _US = 1e-6
 
 
@@ -231,16 +230,16 @@ class Choice:
 
 
 def choices(config: ZeroConfig, shards: int, per_node: int) -> list[Choice]:
-    """The settings for so many shards, the configured one first; that alone for fewer than ``MANY``.
+    """The settings for so many shards, the configured one first; that alone for fewer than ``MANY_SHARDS``.
 
     ``shards``, ``per_node``: data ranks.
     """
     zero = config.zero_optimization
     found = [Choice(())]
-    if shards < MANY or zero.stage == 0 or zero.shards(shards) < shards or zero.secondary_shards(shards) > 1:
+    if shards < MANY_SHARDS or zero.stage == 0 or zero.shards(shards) < shards or zero.secondary_shards(shards) > 1:
         return found
-    if shards > MANY and shards % MANY == 0 and MANY % per_node == 0:
-        found.append(Choice((f"zero_optimization.mics_shard_size={MANY}",)))
+    if shards > MANY_SHARDS and shards % MANY_SHARDS == 0 and MANY_SHARDS % per_node == 0:
+        found.append(Choice((f"zero_optimization.mics_shard_size={MANY_SHARDS}",)))
     copies = zero.stage == 3 and is_installed("zero_plus_plus")
     if copies and 1 < per_node < shards and shards % per_node == 0:
         found.append(Choice((f"zero_optimization.zero_hpz_partition_size={per_node}",)))
@@ -252,9 +251,7 @@ def choices(config: ZeroConfig, shards: int, per_node: int) -> list[Choice]:
 def cost_of_shards(
     plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, group: GroupFacts, tokens: int = 4096
 ) -> str:
-    """A line that says what so many shards as ``group`` has cost a micro-batch; "" for fewer than ``MANY``."""
-    if group.mesh.shards < MANY or not any(bucket.sharding.optim for bucket in plan.buckets):
-        return ""
+    """A line that says what so many shards as ``group`` has cost a micro-batch."""
     setup = Setup(group, _on_node(group))
     cluster = Cluster()
     found = step_time(plan, config, policy, setup, tokens, 1, cluster)

@@ -33,6 +33,7 @@ from lt_zero.common.units import format_bytes, parse_bytes
 from lt_zero.config.cli import to_yaml
 from lt_zero.config.load import OVERRIDES, examine
 from lt_zero.core.stores.regular_file import read_start
+from lt_zero.features import is_installed
 from lt_zero.planning.search import MOST_NOISE, Outcome, Tuner, TuningError
 from lt_zero.planning.search_space import Candidate, Facts, written
 from lt_zero.planning.trial import FACTS, FOLDER, REPORT, Order
@@ -97,7 +98,7 @@ def tune(
         with tempfile.TemporaryDirectory(prefix="lt_zero-tune-") as folder:
             run = Runs(command, Path(folder), order, templates, ranks, timeout)
             tuner = Tuner(run, limit, batches=templates.micro is not None, nvme=order.nvme, **known)
-            tuner.begin([*_LEAST, *(_LEAST_GPU if accelerator.is_available() else ())])
+            tuner.begin([*_LEAST, *(_LEAST_GPU if accelerator.is_available() and is_installed("offload") else ())])
             _check_batches(tuner.facts, {"--micro-batch": micro_batch, "--accumulation": accumulation})
             chosen = tuner.search()
             best = tuner.exhaust(chosen) if exhaustive else chosen

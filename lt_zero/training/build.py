@@ -29,6 +29,7 @@ from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.garbage import without_gc
 from lt_zero.common.module_hooks import is_compiled_by_jit, no_hook
 from lt_zero.common.names import alone
+from lt_zero.common.places import load_if_installed
 from lt_zero.common.progress_bar import ProgressBar, progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import check_same
@@ -47,7 +48,6 @@ from lt_zero.core.engine.gather import Unit, remedy
 from lt_zero.core.engine.guard import Owner, owner_of
 from lt_zero.core.engine.loading import install_load_hooks
 from lt_zero.core.engine.materialize import Materializer
-from lt_zero.core.engine.offload_manager import open_offload
 from lt_zero.core.engine.options import EngineOptions
 from lt_zero.core.engine.outside_steps import AutocastOutsideOfSteps
 from lt_zero.core.engine.partition import (
@@ -55,7 +55,6 @@ from lt_zero.core.engine.partition import (
     EnginePlan,
     plan_engine,
     warn_of_padding,
-    warn_of_wide_moments,
 )
 from lt_zero.core.engine.parts import Parts, Unjoined
 from lt_zero.core.engine.same_on_ranks import Snapshot, compare, compare_models
@@ -66,9 +65,8 @@ from lt_zero.core.followers import Follower, follow
 from lt_zero.core.stores.pinned import return_freed_memory
 from lt_zero.features import features_of
 from lt_zero.kernels.library import missing
-from lt_zero.kernels.rounding import RoundStochastic
-from lt_zero.offload.host_store import is_apart
 from lt_zero.planning.check import check_build
+from lt_zero.planning.setup import MANY_SHARDS
 
 log = logging.getLogger("lt_zero")
 
@@ -191,8 +189,6 @@ def _shard(
             feature.check(plan, options, group, training)
         if group.world.rank == 0:
             warn_of_padding(plan, options, group.mesh.shards)
-            if training and options.moments is not None:
-                warn_of_wide_moments(plan, options.moments)
         check_build(plan, config, policy, group, training)
         if training and group.world.rank == 0:
             _tell_cost(plan, config, policy, group)
@@ -207,14 +203,14 @@ def _shard(
 
 
 def _tell_cost(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, group: ShardGroup) -> None:
-    """Log what many shards cost a step on a cluster of GPUs."""
-    if group.backend == "gloo":
+    """Log what many shards cost a step on a cluster of GPUs, if ``lt-zero estimate`` is installed, which knows it."""
+    few = group.mesh.shards < MANY_SHARDS or not any(bucket.sharding.optim for bucket in plan.buckets)
+    if group.backend == "gloo" or few:
         return
-    from lt_zero.planning.step_time import cost_of_shards
-
+    cost = load_if_installed("lt_zero.planning.step_time:cost_of_shards")
     try:
-        if text := cost_of_shards(plan, config, policy, group):
-            log.info(text)
+        if cost is not None:
+            log.info(cost(plan, config, policy, group))
     except Exception:  # it only informs, and the other ranks would wait for this one
         log.debug("The cost of shards could not be estimated.", exc_info=True)
 
@@ -243,15 +239,15 @@ def _build(
     policy = options.dtypes
     planned = ask.plan_exchange(features, plan, policy.check_overflow, group)
     codecs = ask.codecs_by(features, planned, training)
-    rounding = _rounding_of(policy, world)
-    storage = plan_storage(plan, options, group, is_apart(device), codecs, training, rounding)
+    rounding = _rounding_of(options, world)
+    storage = plan_storage(plan, options, group, accelerator.is_apart(device), codecs, training, rounding)
     exchange = planned.make(group, of_bucket.values())
     shared = owner, deque[Bucket]()
     made = {}
     for bucket, its in of_bucket.items():
         gathers = ask.gathers_of(features, storage[bucket], its)
         made[bucket] = Bucket(bucket, storage[bucket], its, gathers, *shared)
-    offload_manager = open_offload(world, list(made.values()), options, device)
+    offload_manager = ask.place(features, list(made.values()), world, options, device)
     with progress_bar(f"Sharding {len(plan.units)} units ({len(made)} buckets)", len(made), rank=world.rank) as work:
         units, root = _move_in(plan, made, materializer, work)
         materializer.fill_buffers()
@@ -286,11 +282,11 @@ def _build(
     return engine
 
 
-def _rounding_of(policy: DtypePolicy, world: World) -> WeightRounding:
-    """The rounding of the weights of a step. Collective if it is stochastic: all ranks take the seed of rank 0."""
-    if not policy.stochastic:
+def _rounding_of(options: EngineOptions, world: World) -> WeightRounding:
+    """The rounding of the weights of a step. Collective if it has a seed: all ranks take that of rank 0."""
+    if options.rounding is None:
         return NEAREST
-    return RoundStochastic(world.host_gather(torch.initial_seed(), "seed of stochastic rounding")[0])
+    return options.rounding(world.host_gather(torch.initial_seed(), "seed of stochastic rounding")[0])
 
 
 def _check_specs(module: nn.Module, specs: Iterable[ParamSpec]) -> None:

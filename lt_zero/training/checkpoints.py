@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.directory import PendingDirectory
 from lt_zero.checkpoint.native.load import NEW, OnAllRanks, loss_scale, restore_optimizer, stepped
 from lt_zero.checkpoint.native.pieces import on_all_ranks, weight_fragments
@@ -45,6 +44,7 @@ from lt_zero.common import plain_names
 from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import gc_disabled
+from lt_zero.common.places import import_public
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.core.comm.world import World
@@ -135,9 +135,13 @@ def export_weights(engine: Engine, path: str | os.PathLike[str], **options: Any)
     """Write all weights to files, by default in fp16, rank 0 one bucket at a time. Collective, after a roll call.
 
     ``options`` and errors are those of ``lt_zero.export``.
+
+    Raises:
+        NotInstalled: exports are not installed.
     """
+    live = import_public("lt_zero.checkpoint.live_weights", "lt_zero.export")
     with averages_shown(engine):
-        export_engine(engine, path, **options)
+        live.export_engine(engine, path, **options)
 
 
 def trained_beside(engine: Engine, left_out: Iterable[str] = (), sharded: bool = True) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +18,22 @@ from lt_zero.common.compat import replace_reentrant_checkpoints
 from lt_zero.common.console import RunConsole
 from lt_zero.common.descriptors import count_run, explaining_full_table
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.places import load
+from lt_zero.common.transformers_models import attentions
 from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face, check_same, tell_without_effect
 from lt_zero.config.options import communication_options, group_options
-from lt_zero.core.ask import configure_group
+from lt_zero.core.ask import configure_group, divide
 from lt_zero.core.comm.ranks import NewLog
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
+from lt_zero.core.division import Division, follow_run
 from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.full_params import sync_buffers
 from lt_zero.core.engine.same_on_ranks import compare_models
-from lt_zero.core.feature import Feature, PlaceInRun
+from lt_zero.core.feature import Feature
 from lt_zero.core.followers import follow
 from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.core.step.param_groups import compare_optimizers, compare_options
@@ -38,18 +41,37 @@ from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.core.step.skipped_steps import hold_schedule
 from lt_zero.core.step.supported_optimizers import states_per_element
 from lt_zero.features import features_of
-from lt_zero.parallel.batches import check_same_batch
-from lt_zero.parallel.mesh import DeviceMesh, ParallelMesh, mesh_of
-from lt_zero.parallel.pipeline import position
-from lt_zero.parallel.pipeline.layers import join_pipelines
-from lt_zero.parallel.reductions import group_of_reduction, reduce_over
-from lt_zero.parallel.sequence.huggingface import attentions, warn_of_caches
-from lt_zero.parallel.sequence.ranks import current, use
-from lt_zero.parallel.sequence.run import SequenceRun
 from lt_zero.planning.check import check_optimizers
-from lt_zero.planning.trial import FOLDER, Trial
 from lt_zero.training.build import built_by, shard
 from lt_zero.training.checkpoints import Saver, Saving
+
+_TRIAL = "LT_ZERO_TRIAL"  # in the environment: the folder of a trial, which this process was started for
+
+
+class Trial(Protocol):
+    """Times the steps of a run, and ends the process: planning/trial.py."""
+
+    def start(
+        self,
+        engine: Engine,
+        config: ZeroConfig,
+        *,
+        data_ranks: int,
+        accumulation: int,
+        micro: int | None = None,
+        saves: bool = False,
+        loop: bool = False,
+    ) -> None:
+        """Begin: set-up is complete."""
+
+    def see_batch(self, batch: Any) -> None:
+        """Note a micro-batch of the script."""
+
+    def leave_out(self) -> None:
+        """Do not count the time until the end of this step."""
+
+    def end_step(self) -> None:
+        """Note the end of an optimizer step. Collective at the end of the trial."""
 
 
 class Session:
@@ -60,9 +82,7 @@ class Session:
 
     Attributes:
         loss_scale: that of the run's precision; a face sets it before anything is built.
-        known: ``group``; None before ``join``.
-        mesh: the ranks along the axes of parallelism; None: all are data ranks, or before ``join``.
-        sequences: batches and models of a run whose sequences are cut over ranks; None: they are not.
+        division: how the run is divided over its ranks; plain before ``join``.
         saver: the checkpoints that are being written.
         trial: of ``lt-zero tune``, if the process was started for one.
     """
@@ -71,66 +91,28 @@ class Session:
 
     def __init__(self, face: Face) -> None:
         self.face = face
-        self.known: ShardGroup | None = None
-        self.mesh: ParallelMesh | None = None
-        self.sequences: SequenceRun | None = None
-        self._compared: set[str] = set()  # kinds of batches of which the first was compared
+        self.division = Division()
         self.saver = Saver()
-        folder = os.environ.get(FOLDER)
-        self.trial = Trial(Path(folder)) if folder else None
+        self.trial: Trial | None = None
+        if folder := os.environ.get(_TRIAL):
+            self.trial = load("lt_zero.planning.trial:Trial", _TRIAL, "lt-zero tune")(Path(folder))
         self._engines: list[weakref.ref[Engine]] = []
         self._optimizers: list[weakref.ref[ShardedOptimizer]] = []
 
     @property
+    def known(self) -> ShardGroup | None:
+        """All ranks; None before ``join``."""
+        return self.division.known
+
+    @property
     def group(self) -> ShardGroup:
         """All ranks, over which modules are sharded. Raises RuntimeError before ``join``."""
-        if self.known is None:
-            raise RuntimeError("The run has not begun: its process group is not known yet.")
-        return self.known
+        return self.division.group
 
     @property
     def world(self) -> World:
         """All ranks of the run. Raises RuntimeError before ``join``."""
-        return self.group.world
-
-    @property
-    def peers(self) -> ShardGroup:
-        """The ranks that have the same module: all, or those of one stage of a pipeline."""
-        return (self.mesh.peers if self.mesh is not None else None) or self.group
-
-    @property
-    def data_ranks(self) -> int:
-        """The number of data ranks: ranks, or sets of ranks with parts of one model, that see different data."""
-        return self.mesh.sizes.data if self.mesh is not None else self.world.size
-
-    @property
-    def data_rank(self) -> int:
-        """The index of the data rank that this rank belongs to."""
-        return self.mesh.data_rank if self.mesh is not None else self.world.rank
-
-    def of_data_ranks(self, of_ranks: Sequence[Any]) -> list[Any]:
-        """Select the entries of the first rank of each data rank from a list over all ranks."""
-        firsts = self.mesh.sizes.firsts() if self.mesh is not None else range(self.world.size)
-        return [of_ranks[rank] for rank in firsts]
-
-    @property
-    def device_mesh(self) -> DeviceMesh | None:
-        """The mesh with Lightning's names; modules are parallelized over ``["tensor_parallel"]``."""
-        return self.mesh.device_mesh if self.mesh is not None else None
-
-    @property
-    def data_group(self) -> Any:
-        """The ranks that see different data and have the same parts; None: all ranks."""
-        return self.mesh.data_group if self.mesh is not None else None
-
-    @property
-    def token_group(self) -> Any:
-        """The ranks that see other tokens, of other data or of another part of sequences; None: all ranks."""
-        return self.mesh.token_group if self.mesh is not None else None
-
-    def group_of_reduction(self, reduce_op: Any) -> Any:
-        """``parallel.reductions.group_of_reduction`` for this run."""
-        return group_of_reduction(self.mesh, reduce_op)
+        return self.division.world
 
     @property
     def engines(self) -> list[Engine]:
@@ -175,17 +157,10 @@ class Session:
             group = ShardGroup.of_all(world)
             check_same(config, world.host_gather)
             tell_without_effect(config, self.face, world.rank)
-            configure_group(group, group_options(config), features_of(config))
-            self.mesh, self.known = mesh_of(config, world), group
-            if self.mesh is not None:
-                self.mesh.share_generators()
-            place = (self.mesh.pipeline_rank, self.mesh.sizes.pipeline) if self.mesh is not None else (0, 1)
-            position.enter(position.Position(*place, config.pipeline), world)
-            if self.mesh is not None and self.mesh.sequence is not None:
-                self.sequences = SequenceRun(self.mesh.sequence, self.mesh.sizes.tensor, self.mesh.sizes.pipeline)
-        use(self.sequences.ranks if self.sequences is not None else None)
-        reduce_over(self.mesh)
-        self._compared.clear()
+            features = features_of(config)
+            configure_group(group, group_options(config), features)
+            self.division = divide(features, group, config)
+        self.division.begin(new)
         self.world.begin_run()
         return new
 
@@ -195,13 +170,12 @@ class Session:
         Raises:
             RuntimeError: on all ranks, if they differ; names the first difference, and the ranks.
         """
-        if self.mesh is not None:
-            self.mesh.compare_stages(module)
+        self.division.compare(module)
         self.compare_peers(module)
 
     def compare_peers(self, module: nn.Module) -> None:
         """``compare_model`` for the ranks that have the same stage, which may be the only ones that call it."""
-        compare_models(self.peers, module, more=attentions(module))
+        compare_models(self.division.peers, module, more=attentions(module))
 
     @explaining_full_table
     def build(
@@ -221,31 +195,23 @@ class Session:
         """
         self._refuse_another()
         if self.face is Face.FABRIC:
-            # Before a mesh cuts it. The other faces have compared it, as what is "auto" depends on it.
+            # Before it is divided. The other faces have compared it, as what is "auto" depends on it.
             self.compare_model(module)
-        join_pipelines(module, config.pipeline)
+        follow_run(module, config)
         if replace_reentrant_checkpoints(module) and training and self.world.rank == 0:
             RunConsole().print("Activation checkpoints of transformers are run with use_reentrant=False.")
         move_buffers(module, device)
-        how: dict[str, Any] = {"group": self.group}
-        if self.sequences is not None:
-            self.sequences.switch(module)
-        if self.mesh is not None:
-            how["saved"] = self.mesh.cut(module, config)
-            how |= self.mesh.arguments(module, self.group, config)
+        self.division.adopt(module)
+        how = self.division.arguments(module, config)
         engine = shard(module, config, device, policy, training=training, ready=False, **how)
-        if self.mesh is not None:
-            self.mesh.watch(engine)
-            checks = self.sequences.watch(engine) if self.sequences is not None else None
-            self.mesh.connect(engine, config, self._begin_passes, weight, checks)
+        self.division.connect(engine, config, self._begin_passes, weight)
         load(engine)
         sync_buffers(engine)
-        if self.mesh is not None:
-            self.mesh.share_buffers(module)
+        self.division.share_buffers(module)
         if training and self.world.rank == 0 and (line := advice_on_wire(engine, config)):
             RunConsole().print(line)
         if training and self.world.rank == 0:
-            warn_of_caches(module)
+            self.division.warn_of_caches(module)
         if training:
             self.follow(engine)
         self._engines.append(weakref.ref(engine))
@@ -254,13 +220,7 @@ class Session:
     def follow(self, engine: Engine) -> list[Feature]:
         """Let features follow an engine that is ready to train; returns those that did not already. Collective."""
         numbers = (number for number, known in enumerate(self._engines) if known() is engine)
-        together = self.mesh.sizes.of_data_rank if self.mesh is not None else 1
-        return follow(engine, PlaceInRun(next(numbers, len(self._engines)), together, in_parts=self.mesh is not None))
-
-    def adopt(self, module: nn.Module) -> None:
-        """Go on with a module that was built in an earlier run."""
-        if self.sequences is not None:
-            self.sequences.switch(module)
+        return follow(engine, self.division.place(next(numbers, len(self._engines))))
 
     def _refuse_another(self) -> None:
         """Raise ConfigError if a module is trained already and unsent gradients can be kept for one module only."""
@@ -292,8 +252,7 @@ class Session:
             RuntimeError: on all ranks, if their optimizers differ, or have parameters that the engine does not own.
         """
         given = list(optimizers)
-        if self.mesh is not None:
-            self.mesh.replaced.follow(given)
+        self.division.follow_optimizers(given)
         compare_optimizers(engine, given)
         steps = _step_anywhere(given, engine)
         if not given:
@@ -320,42 +279,12 @@ class Session:
     def start_trial(self, engine: Engine, config: ZeroConfig, **facts: Any) -> None:
         """Begin the trial of a model that is trained, if there is one; ``facts``: as for ``Trial.start``."""
         if self.trial is not None:
-            self.trial.start(engine, config, data_ranks=self.data_ranks, **facts)
+            self.trial.start(engine, config, data_ranks=self.division.data_ranks, **facts)
 
     def hold(self, schedule: Any, number: int, config: ZeroConfig) -> None:
         """Let a schedule wait while steps of optimizer ``number`` are skipped, unless ``on_skipped_step`` says not."""
         if self.loss_scale.checks and config.on_skipped_step != "advance":
             hold_schedule(schedule, self.loss_scale.counter(number))
-
-    def compare_batch(self, batch: Any, kind: str = "train") -> None:
-        """Compare the first batch of a ``kind`` between ranks that see the same data. Collective for that batch.
-
-        Raises:
-            RuntimeError: on all ranks, if they have different batches.
-        """
-        if self.mesh is not None and kind not in self._compared:
-            self._compared.add(kind)
-            check_same_batch(self.mesh, self.world, batch)
-
-    def cut_batch(self, batch: Any, module: nn.Module | None, kind: str = "train") -> Any:
-        """This rank's part of a batch whose sequences are cut, else all of it. Collective for the first of a ``kind``.
-
-        ``module``: may have the hook ``sequence_batch``.
-
-        Raises:
-            RuntimeError: on all ranks, if those of a sequence have different batches.
-            ConfigError: it is unknown how to cut it.
-        """
-        if self.sequences is None:
-            return batch
-        self.compare_batch(batch, kind)
-        return self.sequences.cut(batch, module)
-
-    def own_numbers(self, trains: bool) -> AbstractContextManager[None]:
-        """Context of a forward in which sequence ranks draw other random numbers, if it ``trains``."""
-        if self.sequences is None or not trains:
-            return nullcontext()
-        return self.sequences.own_numbers(self.world.device.type)
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -426,10 +355,7 @@ class Session:
                 self.saver.wait(self.world)
         finally:
             self.saver.abandon(self.world)
-            position.leave()
-            if self.sequences is not None and current() is self.sequences.ranks:
-                use(None)
-            reduce_over(None)
+            self.division.end()
             self.world.end_run(leaves)
 
 

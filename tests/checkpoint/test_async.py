@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 
 from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.core.division import Division
 from lt_zero.core.stores import direct_file
 from lt_zero.training import checkpoints
 from tests.support.checkpoint_tools import Gate, copied, error_of, everything, resume, same, train
@@ -396,7 +397,7 @@ def _abandons(folder: str) -> Any:
             trainer.fit(GPT(dist.get_world_size(), "adamw"))
         group = trainer.strategy.session.group  # type: ignore[attr-defined]
         again = sharded_trainer(2, **options, callbacks=[SavesAt2(f"{folder}/second", release)])
-        again.strategy.session.known = group
+        again.strategy.session.division = Division(group)
         again.fit(GPT(dist.get_world_size(), "adamw"))
         for thread in [t for t in threading.enumerate() if t.name.startswith("lt_zero-async-save")]:
             thread.join(30)

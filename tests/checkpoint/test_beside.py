@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -14,7 +16,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lt_zero
 from lt_zero.checkpoint import export as export_module
-from lt_zero.common.errors import CheckpointError
+from lt_zero.common.errors import CheckpointError, ConfigError
+from lt_zero.training.lightning.checkpoint_service import CheckpointService
+from lt_zero.training.lightning.data_position.position import DataPosition
 from tests.support.lightning_tools import GPT, sharded_trainer
 from tests.support.matrix import only
 from tests.support.pool import Pool
@@ -150,3 +154,12 @@ def _removes(folder: str) -> None:
 
 def test_an_export_of_the_user_stays(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _removes, str(tmp_path))
+
+
+def test_the_key_is_refused_without_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a run begins: not at its first save."""
+    monkeypatch.setitem(sys.modules, "lt_zero.training.lightning.weights_beside", None)
+    run: Any = SimpleNamespace(config=lt_zero.ZeroConfig.of({"zero_optimization": {"stage": 3, **GATHER}}))
+    missing = r"on_model_save: the export of weights is not installed, there is no module .*weights_beside"
+    with pytest.raises(ConfigError, match=missing):
+        CheckpointService(DataPosition()).set_up(run)

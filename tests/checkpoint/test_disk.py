@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 
 from lt_zero.checkpoint.export import export
-from lt_zero.checkpoint.formats import records
 from lt_zero.checkpoint.import_ import import_checkpoint
 from lt_zero.checkpoint.last import last_checkpoint
 from lt_zero.checkpoint.native import archive as archive_file
-from lt_zero.checkpoint.native import directory
+from lt_zero.checkpoint.native import directory, records
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Manifest, PendingDirectory
 from lt_zero.checkpoint.native.save import DirectoryWriter

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from lt_zero.checkpoint.cast import Cast
-from lt_zero.checkpoint.export import Format, export, plan_shards
+from lt_zero.checkpoint.export import export, plan_shards
+from lt_zero.checkpoint.source import Format
 from lt_zero.cli import app
 from lt_zero.common.errors import CheckpointError
 from tests.support.export_tools import Memory, check_equal, layers, listing

@@ -20,9 +20,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, Metadata
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint import FileSystemReader
 
 from lt_zero.checkpoint.native import archive, directory, plan, save
 from lt_zero.checkpoint.native.archive import Archive
@@ -106,13 +104,11 @@ def cut(value: Tensor, cuts: list[int], asked: list[int] | None = None) -> list[
 
 
 def save_as_ranks(folder: Path, states: list[dict[str, Any]], meta: dict[str, Any]) -> None:
-    """What torch's ``save`` does on each rank, one rank after the other."""
+    """What ``write`` does on each rank, one rank after the other."""
     place = PendingDirectory.make(str(folder))
     writers = [DirectoryWriter(place, Bundle(state, meta, {"order": ()}), rank) for rank, state in enumerate(states)]
-    plans = writers[0].prepare_global_plan([writer.prepare_local_plan(SavePlan([])) for writer in writers])
-    planner = DefaultSavePlanner()
-    results = [writer.write_data(plan, planner).wait() for writer, plan in zip(writers, plans, strict=True)]
-    writers[0].finish(Metadata({}), results)
+    parts = writers[0].divided([writer.own_parts() for writer in writers])
+    writers[0].publish([writer.write(own) for writer, own in zip(writers, parts, strict=True)])
 
 
 TENSORS = {

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lt_zero.checkpoint.native.archive import Archive
 from tests.support.checkpoint_tools import SHARDED, error_of, everything, resume, same, train
+from tests.support.features import skip_without
 from tests.support.lightning_tools import GPT, Rows
 from tests.support.matrix import only, only_rows
 from tests.support.pool import Pool
@@ -93,6 +94,8 @@ ODD = [(0, "none"), (1, "none"), (1, "nvme"), (2, "none"), (3, "none"), (3, "nvm
 
 @pytest.mark.parametrize(("stage", "device"), only_rows([(3, "nvme")], ODD))
 def test_odd_parameters_and_states(pool: Pool, tmp_path: Path, stage: int, device: str) -> None:
+    if device != "none":
+        skip_without("offload")
     pool.run(3 if stage == 3 else 2, _odd, stage, str(tmp_path), device)
 
 

@@ -27,13 +27,14 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from typer.testing import CliRunner
 
-from lt_zero.checkpoint.formats import records
 from lt_zero.checkpoint.formats.dcp import DcpSource
 from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
-from lt_zero.checkpoint.formats.reading import check_file, has_checksums, load, load_metadata
+from lt_zero.checkpoint.formats.reading import has_checksums, load, load_metadata
 from lt_zero.checkpoint.formats.torch_file import FileSource
 from lt_zero.checkpoint.import_ import import_checkpoint
+from lt_zero.checkpoint.native import records
 from lt_zero.checkpoint.native.load import as_lightning
+from lt_zero.checkpoint.native.saved_file import check_file
 from lt_zero.checkpoint.open import open_source
 from lt_zero.cli import app
 from lt_zero.common.errors import CheckpointError
@@ -580,3 +581,12 @@ def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def _failing(*_: Any) -> int:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_other_formats_need_their_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "model.pt"
+    torch.save({"weight": torch.ones(2)}, file)
+    monkeypatch.setitem(sys.modules, "lt_zero.checkpoint.formats.dcp", None)
+    missing = rf"What reads {file}, .* is not installed: there is no module lt_zero\.checkpoint\.formats\.dcp\."
+    with pytest.raises(CheckpointError, match=missing):
+        open_source(file)

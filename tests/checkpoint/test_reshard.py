@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.offload import host_store
+from lt_zero.common import accelerator
 from tests.support.checkpoint_tools import everything, resume
+from tests.support.features import needs
 from tests.support.lightning_tools import GPT
 from tests.support.matrix import only
 from tests.support.pool import Pool
@@ -82,7 +83,7 @@ def _options(setting: Setting, folder: str) -> dict[str, Any]:
 
 def _visit(setting: Setting, folder: str, step: int, source: str | None, target: str) -> None:
     """Resume from ``source``, compare with what its run had, make one step, save."""
-    host_store._apart = setting.offload == "cpu"
+    accelerator._apart = setting.offload == "cpu"
     try:
         module = GPT(dist.get_world_size(), "adamw")
         restored, trainer = resume(source, setting.stage, module, steps=step, **_options(setting, folder))  # type: ignore[arg-type]
@@ -98,7 +99,7 @@ def _visit(setting: Setting, folder: str, step: int, source: str | None, target:
                 assert any(torch.any(state["exp_avg"] != 0) for state in restored["optimizers"][0]["state"].values())
             torch.save({**saved, "setting": setting.precision}, f"{target}.want")
     finally:
-        host_store._apart = False
+        accelerator._apart = False
 
 
 def as_kept(got: Any, want: Any, where: str) -> None:
@@ -117,6 +118,7 @@ def as_kept(got: Any, want: Any, where: str) -> None:
         assert got == want, (where, got, want)
 
 
+@needs("offload")
 @pytest.mark.parametrize("part", only([3], range(PARTS)))
 def test_goes_on_elsewhere(pool: Pool, tmp_path: Path, part: int) -> None:
     source: str | None = None

@@ -21,7 +21,7 @@ from lt_zero.config.document import leaves
 from lt_zero.config.fsdp import AXES, BLOCK, verdicts
 from lt_zero.config.load import examine
 from tests.support.docs_tools import ROOT
-from tests.support.features import there
+from tests.support.features import needs, there
 from tests.support.pool import Pool
 
 FILES = Path(__file__).parent.parent / "data" / "fsdp_files"
@@ -202,6 +202,7 @@ def _trained(path: str) -> None:
     engine.destroy()
 
 
+@needs("offload")
 def test_a_converted_file_trains_as_ddp(pool: Pool, tmp_path: Path) -> None:
     out = tmp_path / "zero.json"
     assert convert(FILES / "accelerate_1.yaml", "--out", str(out))[0] == 0

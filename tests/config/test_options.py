@@ -12,6 +12,7 @@ import torch
 
 from lt_zero import ZeroConfig
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.moment_form import PlainMoments
 from lt_zero.config.options import (
     communication_options,
     engine_options,
@@ -22,7 +23,6 @@ from lt_zero.config.options import (
 from lt_zero.config.precision import dtype_policy
 from lt_zero.core.comm.options import CommunicationOptions, RecordedCollectives
 from lt_zero.core.engine.options import EngineOptions
-from lt_zero.kernels.moments import moments_in
 
 pytestmark = pytest.mark.filterwarnings("ignore::lt_zero.config.load.ConfigWarning")
 
@@ -88,18 +88,17 @@ FIELDS: dict[str, tuple[dict[str, Any], Any]] = {
     "files.block_size": ({"aio": {"block_size": 8192}}, 8192),
     "files.queue_depth": ({"aio": {"queue_depth": 5}}, 5),
     "files.checksum": ({"aio": {"checksum": True}}, True),
-    "moments": ({"optimizer_states": {"dtype": "bf16"}}, moments_in(torch.bfloat16)),
+    "moments": ({"optimizer_states": {"dtype": "bf16"}}, PlainMoments(torch.bfloat16)),
     "predivides": ({"gradient_predivide_factor": 4}, True),
 }
 # Those with tests of their own, and those that features set.
-APART = {"dtypes", "resting", "sent_dense"}
+APART = {"dtypes", "resting", "rounding", "sent_dense"}
 OF_GROUPS: dict[str, tuple[dict[str, Any], Any]] = {
     "topology": ({"communication": {"topology": 2}}, 2),
     "scatters": (_zero(reduce_scatter=False), False),
     "sums_gradients": ({"gradient_allreduce_op": "sum"}, True),
     "prescales": ({"prescale_gradients": True}, True),
     "predivide_factor": ({"gradient_predivide_factor": 4}, 4.0),
-    "steps_beside_forward": (_states(overlap_step=True), True),
 }
 
 

@@ -17,7 +17,8 @@ from lt_zero import ZeroStrategy
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.load import Loaded, examine
 from lt_zero.core.followers import followers
-from tests.support.features import needs_all_blocks, there
+from lt_zero.features import asks
+from tests.support.features import needs_all_blocks, skip_without, there
 from tests.support.lightning_tools import QUIET
 from tests.support.matrix import only
 from tests.support.paths import DATA
@@ -141,6 +142,8 @@ def train(path: Path, root: Path, *overrides: str) -> ZeroStrategy:
     """
     loaded = examine(path, overrides=overrides)
     assert loaded.config is not None, loaded.problems
+    if asks(loaded.config, "zero_optimization.offload_optimizer"):
+        skip_without("offload")
     micro, total = loaded.config.train_micro_batch_size_per_gpu, loaded.config.train_batch_size
     steps = loaded.config.gradient_accumulation_steps or 1
     fits = total is None or micro is None or total == micro * steps

@@ -477,7 +477,7 @@ def test_every_key_has_a_probe() -> None:
 @pytest.mark.parametrize("key", PROBES)
 def test_value_reaches_its_code(key: str, lab: Lab) -> None:
     probe = PROBES[key]
-    skip_without(*key.split("."))
+    skip_without(*key.split("."), *(part for other in probe.base for part in other.split(".")))
     configs = (dict(probe.base), {**probe.base, probe.at or key: probe.value})
     before, after = looks(lab, *configs)
     base = (probe.look, repr(sorted(probe.base.items())))
@@ -491,6 +491,7 @@ def test_value_reaches_its_code(key: str, lab: Lab) -> None:
 
 @pytest.mark.parametrize("key", WITHOUT_CHOICE)
 def test_key_without_a_choice(key: str, lab: Lab) -> None:
+    skip_without(*key.split("."))
     value, base = WITHOUT_CHOICE[key]
     configs = ({**base, key: not value}, {**base, key: value})
     told = [{n.key for n in examine(nested(config, Path())).notices if n.kind == "inactive"} for config in configs]

@@ -152,7 +152,7 @@ def run_loop() -> None:
             begin = engine.load_checkpoint(PLAN.folder, Path(found).name)[1]["step"]
     for step in range(begin, PLAN.until):
         engine.train()
-        engine.backward(loss_of(engine, step, engine.session.data_rank))
+        engine.backward(loss_of(engine, step, engine.session.division.data_rank))
         at("clip")
         engine.step()
         if (step + 1) % SAVE_EVERY == 0:

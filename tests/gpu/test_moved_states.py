@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lt_zero
-from lt_zero.offload import host_store
+from lt_zero.common import accelerator
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +45,7 @@ def test_training_goes_on_bit_for_bit(device: torch.device, stage: int) -> None:
     assert moving.device.type == device.type
     wanted = [stepped(whole, number) for number in range(4)]
     found = [stepped(moving, number) for number in range(2)]
-    with mock.patch.object(host_store, "_apart", device.type == "cpu"):  # else nothing is moved on a CPU
+    with mock.patch.object(accelerator, "_apart", device.type == "cpu"):  # else nothing is moved on a CPU
         moving.offload_states()
         moving.reload_states()
     found += [stepped(moving, number) for number in range(2, 4)]

@@ -24,6 +24,7 @@ from lt_zero.config.cli import clean, to_yaml, with_origins
 from lt_zero.config.load import examine
 from lt_zero.config.overrides import group_values
 from lt_zero.optim import build_grouped, check_optimizer, param_groups
+from tests.support.features import skip_without
 from tests.support.lightning_tools import GPT, assert_same, sharded_trainer, single_trainer, trust, weights
 from tests.support.matrix import only_rows
 from tests.support.models import Net
@@ -337,6 +338,7 @@ CPU = {"offload_optimizer": {"device": "cpu"}}
 def test_groups_through_unfreezing_and_resume(
     pool: Pool, tmp_path: Path, stage: int, zero: dict[str, Any], alone: tuple[Outcome, Outcome]
 ) -> None:
+    skip_without(zero)
     (rates, three), (all_rates, four) = alone
     assert [name for name, _ in rates[0]] == ["nothing", "net.blocks.0", "bias_norm", "rest"]
     assert [name for name, _ in rates[-1]][-1] == "late"

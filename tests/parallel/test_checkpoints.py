@@ -22,6 +22,7 @@ from lt_zero.checkpoint.native.save import bundle, make_directory, write
 from lt_zero.kernels.moments import CodedMoments
 from lt_zero.training.build import built_by
 from lt_zero.training.checkpoints import Progress, restore_optimizers
+from tests.support.features import needs
 from tests.support.matrix import only_rows
 from tests.support.parallel_nets import Net, Ranks, Run, all_states, all_weights, reference_step, start
 from tests.support.parity import OPTIMIZERS, STAGES
@@ -131,6 +132,7 @@ def _same(got: dict[str, dict[str, Tensor]], want: dict[str, dict[str, Tensor]])
     return all(torch.equal(got[kind][name], value) for kind, values in want.items() for name, value in values.items())
 
 
+@needs("low_bit_states")
 def test_moments_in_8_bits_are_encoded_once_more_where_a_mesh_cuts_other_parts(pool: Pool, tmp_path: Path) -> None:
     """On the same mesh, at another stage, all bits stay. Blocks are of what a rank has of a parameter."""
     path, pair = str(tmp_path / "0.ckpt"), MESHES[1]

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lt_zero.common import accelerator
 from lt_zero.common.compat import is_compiled
 from lt_zero.core.engine.averaged_weights import AveragedWeights
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.followers import followers
-from lt_zero.offload import host_store
 from lt_zero.parallel.mesh import ParallelSizes
 from tests.support.blended import Attend, Blend, OneProcess, start
 from tests.support.combinations import ALL, COMBINATIONS, FEATURES, MORE, PAGE, PAIRS, RUNS, keys_of, page, refusal
@@ -55,7 +55,7 @@ def _started(features: set[str]) -> Blend:
 def _train(first: str, second: str) -> None:
     """Compare what a run and one process have added to the weights, or to their averages."""
     features = {first, second}
-    host_store._apart = "offload" in features
+    accelerator._apart = "offload" in features
     run = _started(features)
     one = OneProcess(_data(features), "sgd", "lora" in features)
     before, averages = _weights(one), dict[str, Tensor]()
@@ -83,7 +83,7 @@ def _train(first: str, second: str) -> None:
     if "compress" in features:
         assert run.engine.exchange.nbytes > 0
     run.over()
-    host_store._apart = False
+    accelerator._apart = False
     if "compile" in features:
         torch.compiler.reset()
 

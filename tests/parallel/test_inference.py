@@ -18,7 +18,7 @@ from lt_zero.common.errors import CheckpointError
 from lt_zero.core.engine.guard import owner_of
 from lt_zero.planning.check import measured
 from lt_zero.planning.forecast import WEIGHTS
-from tests.support.features import needs
+from tests.support.features import needs, skip_without
 from tests.support.lightning_tools import FULL, sharded_trainer
 from tests.support.llamas import Llama, rules
 from tests.support.matrix import only, only_rows
@@ -88,6 +88,8 @@ def _outputs(tensor: int, config: dict[str, Any], file: str | None, dtype: torch
 def test_outputs_and_weights_are_those_of_one_process(
     pool: Pool, tmp_path: Path, ranks: tuple[int, int], stage: int, place: str, saved: bool, dtype: torch.dtype
 ) -> None:
+    if place != "device":
+        skip_without("offload")
     world, tensor = ranks
     torch.save(llama().state_dict(), tmp_path / "llama.pt")
     rest = {"device": None, "cpu": "cpu", "files": str(tmp_path / "rest")}[place]

@@ -19,11 +19,11 @@ from lt_zero.core.comm.world import World
 from lt_zero.core.engine.bucket import Bucket, State
 from lt_zero.core.engine.storage_plan import DEVICE, HOST
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
-from lt_zero.planning import NotEnoughMemory, limits
+from lt_zero.planning import limits
 from lt_zero.planning.check import check_optimizers, measured, setup_of
 from lt_zero.planning.estimate import estimate_traffic
 from lt_zero.planning.forecast import COPY, FRESH, GATHERED, GRADS, LOCAL, MASTER, MOMENTS, REDUCE, WEIGHTS, forecast
-from lt_zero.planning.limits import Available
+from lt_zero.planning.limits import Available, NotEnoughMemory
 from tests.support.cut_blocks import RULES, CutBlocks
 from tests.support.matrix import only, only_rows
 from tests.support.nodes import NodePool, Traffic

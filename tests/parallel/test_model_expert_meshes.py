@@ -19,9 +19,9 @@ from lt_zero.parallel import Pipeline
 from lt_zero.parallel.experts import SIZE
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from lt_zero.parallel.pipeline import position
-from lt_zero.parallel.sequence.ranks import use
 from lt_zero.parallel.sequence.run import SequenceRun
 from lt_zero.parallel.stacked_experts import StackedExperts, take_over
+from tests.support.joined import use
 from tests.support.matrix import only_rows
 from tests.support.model_mixtures import VOCABULARY, build
 from tests.support.parallel_nets import CPU

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lt_zero.parallel import LayerSpec, Pipeline
+from tests.support.features import needs
 from tests.support.lightning_tools import quick
 from tests.support.matrix import only_rows
 from tests.support.parity import OPTIMIZERS
@@ -67,6 +68,7 @@ CASES = [
 ]
 
 
+@needs("offload")
 @pytest.mark.parametrize(
     ("ranks", "stage", "how", "bare"), only_rows(CASES[:2], CASES), ids=["bare", "ratio", "overlap"]
 )

@@ -188,7 +188,7 @@ def _fabric(path: str, form: dict[str, Any]) -> tuple[list[float], list[float]]:
             assert fabric.load(path, state) == {}
         found.append([])
         for step in range(2 if resumes else 0, 4):
-            loss = module.loss(*batch(step, strategy.session.data_rank))
+            loss = module.loss(*batch(step, strategy.session.division.data_rank))
             optimizer.zero_grad()
             fabric.backward(loss)
             optimizer.step()

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import lt_zero
+from lt_zero.common import accelerator
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.precision import dtype_policy
 from lt_zero.core.step.loss_scale import LossScaleController
-from lt_zero.offload import host_store
 from lt_zero.training.build import built_by
 from tests.support.features import skip_without
 from tests.support.matrix import only, only_rows
@@ -196,11 +196,11 @@ def test_accumulates_and_trains_some(
 
 
 def _saves_memory(stage: int, ranks: Ranks, options: dict[str, Any], apart: bool) -> None:
-    host_store._apart = apart
+    accelerator._apart = apart
     try:
         equals_one_process(start(ranks, stage, "adamw", **options), Net(), "adamw", micro=2)
     finally:
-        host_store._apart = False
+        accelerator._apart = False
 
 
 RECOMPUTES = {"activation_checkpointing": {"mode": "full"}}

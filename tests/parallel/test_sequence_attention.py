@@ -22,7 +22,8 @@ from lt_zero.core.comm.sequence import SequenceGroup
 from lt_zero.core.comm.world import World
 from lt_zero.parallel import SequenceRanks, from_zigzag, sequence_attention, to_zigzag
 from lt_zero.parallel.sequence import attention
-from lt_zero.parallel.sequence.ranks import check_method, use
+from lt_zero.parallel.sequence.ranks import check_method
+from tests.support.joined import use
 from tests.support.pool import Pool
 
 LENGTH, DIM, BATCH = 16, 3, 2

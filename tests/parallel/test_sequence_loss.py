@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from lt_zero.core.comm.sequence import SequenceGroup
 from lt_zero.parallel import SequenceRanks, token_mean
-from lt_zero.parallel.sequence import ranks as module
+from tests.support.joined import use
 from tests.support.pool import Pool
 
 BATCH, LENGTH, WIDTH = 3, 8, 5
@@ -52,7 +52,7 @@ def check(sequence: int, over: str, kind: str) -> None:
     group = group_of(list(range(sequence)))
     every = SequenceGroup.of(dist.group.WORLD, CPU)
     ranks = SequenceRanks(SequenceGroup.of(group, CPU), every)
-    module.use(ranks)
+    use(ranks)
     d, part = rank // sequence, rank % sequence
     mine = inputs[d].chunk(sequence, 1)[part]
     own = None if mask is None else mask[d].chunk(sequence, 1)[part]
@@ -64,7 +64,7 @@ def check(sequence: int, over: str, kind: str) -> None:
         torch.testing.assert_close(value, wanted, rtol=0, atol=1e-12)
     else:
         torch.testing.assert_close(value, each[d], rtol=0, atol=1e-12)
-    module.use(None)
+    use(None)
 
 
 def check_all(sequence: int) -> None:

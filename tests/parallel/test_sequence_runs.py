@@ -78,6 +78,7 @@ def _losses(rows: list[tuple[int, dict[str, Any], dict[str, Any], str, float]]) 
 
 @pytest.mark.parametrize("options", only([OPTIONS[:1]], [OPTIONS[:1], OPTIONS[1:]]))
 def test_options_train_as_one_process(pool: Pool, options: list[Any]) -> None:
+    skip_without(options)
     want = single_run(3, 3, optimizer="sgd").losses
     clipped = Module(3, "sgd")
     single_trainer(max_steps=3, gradient_clip_val=0.1).fit(clipped)

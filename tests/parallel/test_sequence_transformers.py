@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 import lt_zero
 from lt_zero.common.errors import ConfigError
-from lt_zero.parallel.sequence.huggingface import switch, warn_of_caches
+from lt_zero.common.transformers_models import warn_of_caches
+from lt_zero.parallel.sequence.huggingface import switch
 from tests.support.features import skip_without, there
 from tests.support.lightning_tools import sharded_trainer, single_trainer
 from tests.support.matrix import only_rows

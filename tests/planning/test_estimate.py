@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero import Sizes, ZeroConfig, estimate
 from lt_zero.checkpoint.native.pieces import full_optimizer_state
+from lt_zero.common import accelerator
 from lt_zero.config.blocks import Checkpoint, OptimizerBlock
 from lt_zero.config.precision import dtype_policy
 from lt_zero.core.comm.send_sizes import SendSizes
@@ -29,7 +30,6 @@ from lt_zero.core.engine.whole_model import full_state_dict
 from lt_zero.core.stores import store
 from lt_zero.core.stores.pinned import rounded
 from lt_zero.exchange.error_feedback import FeedbackPlan
-from lt_zero.offload import host_store
 from lt_zero.offload.nvme_store import NvmeStore
 from lt_zero.optim import build_optimizer
 from lt_zero.planning.check import RESTING, measured
@@ -254,6 +254,7 @@ def test_zero_plus_plus(pool: Pool) -> None:
     pool.run(2, _master_weights_apart)
 
 
+@needs("offload")
 @pytest.mark.parametrize(
     ("stage", "mode", "world"), cover([3, 2, 1, 0], ["32-true", "bf16-mixed", "bf16-true"], [2, 3, 1])
 )
@@ -346,6 +347,7 @@ def _other_decisions(path: str) -> None:
             close(got, want[each], (name, each))
 
 
+@needs("offload")
 def test_the_engine_and_its_forecast_have_one_plan(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _other_decisions, str(tmp_path))
 
@@ -363,6 +365,7 @@ def _overlapped(path: str) -> None:
         engine.offload_manager.close()
 
 
+@needs("offload")
 def test_overlapped_steps(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _overlapped, str(tmp_path))
 
@@ -370,7 +373,7 @@ def test_overlapped_steps(pool: Pool, tmp_path: Path) -> None:
 def _host_apart() -> None:
     """Two memories on one CPU: what a forecast says of a GPU and its host together."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(host_store, "_apart", True)
+    patch.setattr(accelerator, "_apart", True)
     try:
         for mode, optim, param in itertools.product(("32-true", "bf16-mixed"), ("none", "cpu"), ("none", "cpu")):
             zero = {"stage": 3, "offload_optimizer": {"device": optim}, "offload_param": {"device": param}}
@@ -390,6 +393,7 @@ def _host_apart() -> None:
         patch.undo()
 
 
+@needs("offload")
 def test_offload_to_the_host(pool: Pool) -> None:
     pool.run(2, _host_apart)
 
@@ -415,6 +419,7 @@ def _read_ahead(path: str) -> None:
     engine.offload_manager.close()
 
 
+@needs("offload")
 def test_read_ahead(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _read_ahead, str(tmp_path))
 
@@ -485,6 +490,7 @@ def test_the_papers_table(stage: int) -> None:
     assert cast.model_states() == pytest.approx(PAPER[stage] * 1e9, rel=0.02)
 
 
+@needs("offload")
 def test_a_gpu_sends_what_is_offloaded_to_the_host_or_the_disk() -> None:
     def of(optimizer: str, param: str) -> Any:
         zero = {
@@ -517,6 +523,7 @@ def test_a_gpu_sends_what_is_offloaded_to_the_host_or_the_disk() -> None:
     assert both.node(HOST) == pytest.approx(8 * both.rank(HOST) + plain.node(HOST), rel=0.001)
 
 
+@needs("offload")
 def test_part_of_the_optimizer_moves() -> None:
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
     cast = estimate(8e9, {"zero_optimization": zero, "bf16": LOW}, 8)

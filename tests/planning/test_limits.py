@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import re
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,12 @@ from lt_zero.common.tables import show
 from lt_zero.common.units import GB, format_bytes
 from lt_zero.core.comm.process_groups import Communicators
 from lt_zero.core.engine.bucket import Bucket
-from lt_zero.planning import Machine, cheapest, check, check_host_memory, limits
+from lt_zero.planning import check, limits
 from lt_zero.planning.communicators import NBYTES
-from lt_zero.planning.estimate import misfit, settings, settings_table
-from lt_zero.planning.limits import Available, cgroup_limits, host_memory
+from lt_zero.planning.estimate import Machine, cheapest, misfit, settings, settings_table
+from lt_zero.planning.limits import Available, cgroup_limits, check_host_memory, host_memory
 from lt_zero.training.lightning.model_report import unit_table
+from tests.support.features import needs, skip_without
 from tests.support.lightning_tools import GPT, QUIET
 from tests.support.models import Net
 from tests.support.pool import Pool
@@ -239,6 +241,18 @@ def test_the_trainer_refuses(pool: Pool) -> None:
     pool.run(1, _limited)
 
 
+def test_a_check_that_fails_without_the_planner_suggests_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> str:
+        with pytest.raises(NotEnoughMemory) as caught:
+            lt_zero.shard(Net(), {"max_cpu_gb": 1e-6})
+        return str(caught.value)
+
+    told = refused()
+    assert "No setting fits" in told
+    monkeypatch.setitem(sys.modules, "lt_zero.planning.estimate", None)
+    assert refused() == re.sub(r"No setting fits.*(?=LT_ZERO_MEMORY_CHECK)", "", told)
+
+
 # ---- which setting fits ----------------------------------------------------------------------------------------
 
 MODEL = Sizes(7_500_000_000, 200_000_000)
@@ -256,6 +270,8 @@ MODEL = Sizes(7_500_000_000, 200_000_000)
     ],
 )
 def test_the_fastest_that_fits(gpu: float, host: float, nvme: float, want: str | None) -> None:
+    if want is not None and "offload" in want:
+        skip_without("offload")
     machine = Machine(int(host * GB), int(gpu * GB), int(nvme * GB), ranks=8)
     found = cheapest(MODEL, machine, precision="bf16-mixed")
     assert (str(found.setting) if found.setting else None) == want
@@ -265,6 +281,7 @@ def test_the_fastest_that_fits(gpu: float, host: float, nvme: float, want: str |
     assert all("needed" in problem and "there" in problem for _, problem in found.skipped)
 
 
+@needs("offload")
 def test_the_ladder() -> None:
     rungs = [(s.stage, *s.places) for s in settings()]
     assert rungs[:4] == [(0, "-", "-"), (1, "-", "-"), (2, "-", "-"), (3, "-", "-")]
@@ -288,6 +305,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@needs("offload")
 def test_command_table(tmp_path: Path) -> None:
     code, text = run("--params", "7.5e9", "--largest", "2e8", "--world", "64", "--per-node", "8")
     assert code == 0
@@ -326,6 +344,7 @@ def test_the_command_says_what_else_a_process_takes() -> None:
     assert "RSS" not in run("--params", "350M", "--world", "2")[1]
 
 
+@needs("offload")
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_a_table_is_never_cut(width: int) -> None:
     console = Console(file=io.StringIO(), width=width)

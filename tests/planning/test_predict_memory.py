@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.features import skip_without
 from tests.support.lightning_tools import GPT, sharded_trainer, single_trainer, weights
 from tests.support.matrix import only, only_rows
 from tests.support.parity import counted_storages
@@ -37,6 +38,8 @@ def _predict(world: int, path: str) -> Any:
 
 @pytest.mark.parametrize("files", only([True], [False, True]))
 def test_predict_keeps_a_shard_and_gathers_a_unit(pool: Pool, tmp_path: Path, files: bool) -> None:
+    if files:
+        skip_without("offload")
     want = single_trainer().predict(GPT(1, depth=8))
     found = pool.run(2, _predict, 2, str(tmp_path) if files else "")
     assert torch.equal(
@@ -68,6 +71,8 @@ def _predict_and_fit(stage: int, precision: str, path: str) -> None:
     ),
 )
 def test_a_fit_after_predict_is_the_same(pool: Pool, tmp_path: Path, stage: int, precision: str, files: bool) -> None:
+    if files:
+        skip_without("offload")
     pool.run(2, _predict_and_fit, stage, precision, str(tmp_path) if files else "")
 
 

@@ -18,7 +18,7 @@ from lt_zero.core.engine.storage_plan import HOST, NVME
 from lt_zero.planning.check import RESTING, measured
 from lt_zero.planning.forecast import GRADS, MASTER, MOMENTS, REDUCE, STATES, WEIGHTS
 from lt_zero.planning.state_dtypes import CHOICES, StateDtypes
-from tests.support.features import there
+from tests.support.features import needs, there
 from tests.support.pool import Pool
 
 WIDTH, ADAPTER, LAYERS = 128, 16, 4
@@ -76,6 +76,7 @@ def _compare(stage: int, path: str) -> None:
         engine.offload_manager.close()
 
 
+@needs("low_bit_states", "offload", "quantize")
 def test_states_are_those_of_an_engine(pool: Pool, tmp_path: Any) -> None:
     pool.run(2, _compare, 1, "")
     pool.run(2, _compare, 3, "")
@@ -96,6 +97,7 @@ def _table(*arguments: str) -> tuple[dict[str, list[str]], str]:
     return found, done.output
 
 
+@needs("low_bit_states", "offload", "quantize")
 def test_the_command_has_a_row_for_each_choice() -> None:
     rows, text = _table("--params", "8e9", "--largest", "256e6", "--world", "8")
     assert list(rows) == [choice.name for choice in INSTALLED]
@@ -117,6 +119,7 @@ def test_the_command_has_a_row_for_each_choice() -> None:
     assert "bf16-true" in text
 
 
+@needs("low_bit_states", "offload", "quantize")
 def test_what_contradicts_the_configuration_is_left_out_with_its_reason() -> None:
     rows, text = _table("--params", "1B", "--precision", "16-mixed", "--device", "cpu")
     assert "all in bf16" not in rows
@@ -124,6 +127,7 @@ def test_what_contradicts_the_configuration_is_left_out_with_its_reason() -> Non
     assert len(rows) == len(INSTALLED) - 1
 
 
+@needs("low_bit_states", "offload", "quantize")
 def test_a_module_has_rows_of_adapters_if_some_of_it_is_frozen() -> None:
     plain, _ = _table("--module", "tests.support.models:Net")
     assert not any("frozen" in name for name in plain)

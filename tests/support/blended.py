@@ -20,7 +20,8 @@ from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.parallel import LayerSpec, PartialGradient, Pipeline, sequence_attention, token_mean
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from lt_zero.parallel.pipeline import position
-from lt_zero.parallel.sequence.ranks import current, use
+from lt_zero.parallel.sequence.ranks import current
+from tests.support.joined import use
 from tests.support.mixtures import WIDTH, MixtureBlock
 from tests.support.parallel_nets import CPU, Adapter, Feed
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of

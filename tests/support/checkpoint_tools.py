@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.checkpoint.formats.reading import opened
-from lt_zero.checkpoint.formats.records import is_values, records_of
 from lt_zero.checkpoint.native.pieces import full_optimizer_state
+from lt_zero.checkpoint.native.records import is_values, records_of
+from lt_zero.checkpoint.native.saved_file import opened
 from lt_zero.common.errors import CheckpointError
 from lt_zero.core.stores import direct_file
 from lt_zero.training.lightning.precision import sharded_of

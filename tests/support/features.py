@@ -41,6 +41,8 @@ KEYS = {
     "gradient_compression": "compression",
     "slow_node_tolerance": "late_nodes",
     "quantize": "quantize",
+    **dict.fromkeys(("offload", "offload_optimizer", "offload_param"), "offload"),
+    **dict.fromkeys(("int8", "stochastic_rounding"), "low_bit_states"),
     **dict.fromkeys(("OneBitAdam", "OneBitLamb", "ZeroOneAdam"), "one_bit"),
     "zero_hpz_partition_size": "zero_plus_plus",
     **{f"zero_quantized_{what}": "zero_plus_plus" for what in ("gradients", "weights", "nontrainable_weights")},

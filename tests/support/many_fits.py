@@ -115,7 +115,9 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         strategy: Any = self.trainer.strategy
-        loss = self.kind.loss(self.net, batch if isinstance(batch, dict) else index, strategy.session.data_rank)
+        loss = self.kind.loss(
+            self.net, batch if isinstance(batch, dict) else index, strategy.session.division.data_rank
+        )
         self.log("loss", loss, sync_dist=True)
         return loss
 
@@ -145,7 +147,9 @@ def _fabric(kind: Kind, zero: dict[str, Any], folder: str) -> None:
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
     source = Module(kind).train_dataloader()
     for index, batch in enumerate(fabric.setup_dataloaders(source, use_distributed_sampler=False)):
-        fabric.backward(kind.loss(model, batch if isinstance(batch, dict) else index, strategy.session.data_rank))
+        fabric.backward(
+            kind.loss(model, batch if isinstance(batch, dict) else index, strategy.session.division.data_rank)
+        )
         optimizer.step()
         optimizer.zero_grad()
     fabric.save(f"{folder}/saved", {"model": model, "optimizer": optimizer})
@@ -168,7 +172,7 @@ def _loop(kind: Kind, zero: dict[str, Any], folder: str) -> None:
             engine.train_batch(texts(step, 0, 2) for _ in range(2))
             continue
         batch = sequences.whole(sequences.batch_of(step)) if "sequence_parallel_size" in kind.keys else step
-        engine.backward(kind.loss(engine, batch, engine.session.data_rank))  # type: ignore[arg-type]
+        engine.backward(kind.loss(engine, batch, engine.session.division.data_rank))  # type: ignore[arg-type]
         engine.step()
     engine.save_checkpoint(folder, "saved")
     engine.destroy()

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lt_zero
-import lt_zero.offload.host_store as store
 from lt_zero import kernels as ops
+from lt_zero.common import accelerator
 from lt_zero.optim import Lamb, Lion
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of, full_values
@@ -59,7 +59,7 @@ def slowed(apart: bool) -> Iterator[Watch]:
 
     for name in _KERNELS:
         patch.setattr(ops, name, slow(getattr(ops, name)))
-    patch.setattr(store, "_apart", apart)
+    patch.setattr(accelerator, "_apart", apart)
     try:
         yield watch
     finally:

@@ -167,7 +167,9 @@ class Saver(pl.Callback):
 
 def new_trainer(**options: Any) -> pl.Trainer:
     warnings.filterwarnings("ignore")
-    warnings.filterwarnings("error", ".*is another one now")  # of a pass that is read again
+    # Of a pass that is read again.
+    warnings.filterwarnings("error", ".*is another one now")
+    warnings.filterwarnings("error", ".*samples at the checkpoint, and has")
     if dist.is_initialized() and dist.get_world_size() > 1:
         os.environ.update(torchrun_env())
         options["devices"] = dist.get_world_size()

@@ -9,7 +9,6 @@ import torch
 
 from lt_zero.common import accelerator
 from lt_zero.common.compat import DispatchMode
-from lt_zero.offload import host_store
 from tests.support.models import tokens
 from tests.support.reach_engine import Config, Lab, engine_of
 
@@ -67,7 +66,7 @@ def _stored(lab: Lab, config: Config) -> Any:
     from lt_zero.features.activation_checkpointing import stores
 
     with (
-        mock.patch.object(host_store, "_apart", True),
+        mock.patch.object(accelerator, "_apart", True),
         mock.patch.object(stores, "_MIN_BYTES", 1),
     ):
         engine = engine_of(lab, config)

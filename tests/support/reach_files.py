@@ -11,7 +11,6 @@ from unittest import mock
 import torch
 
 from lt_zero.config.options import engine_options
-from lt_zero.core.engine import offload_manager
 from lt_zero.core.stores.thread_pool import IoPool, SwapError
 from lt_zero.offload import host_store
 from lt_zero.offload.swap_file import SwapFile
@@ -45,6 +44,8 @@ def resting(lab: Lab, config: Config) -> Any:
 
 def pinned(lab: Lab, config: Config) -> Any:
     """Whether a GPU would have page-locked memory: for buckets, for what crosses to it."""
+    from lt_zero.features.offload import manager as offload_manager
+
     made, _ = plugin_of(lab, config)
     engine, asked = engine_of(lab, {}), []
     options = engine_options(made, engine.policy)

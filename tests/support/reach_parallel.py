@@ -18,6 +18,7 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.config.applicability import Face
 from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.parallel.plan import parallelize as cut
+from lt_zero.parallel.sequence.ranks import SequenceRanks
 from lt_zero.training.session import Session
 from tests.support.parallel_nets import Net, batch, parallelize
 from tests.support.reach_engine import Config, Lab, nested
@@ -64,8 +65,8 @@ def experts(lab: Lab, config: Config) -> Any:
 def _sequence(config: dict[str, Any]) -> tuple[str, int, list[int]]:
     session = Session(Face.LOOP)
     session.join(ZeroConfig.of(config), torch.device("cpu"))
-    assert session.sequences is not None
-    ranks = session.sequences.ranks
+    ranks = session.division.row_ranks
+    assert isinstance(ranks, SequenceRanks)
     found = ranks.method, ranks.parts, ranks.positions(4).tolist()
     session.loss_scale = mock.Mock()
     session.end()

@@ -19,7 +19,8 @@ import lt_zero
 from lt_zero import FabricZeroStrategy
 from lt_zero.parallel import part_group, row_group, sequence_attention, token_mean
 from lt_zero.parallel.sequence.batches import Takes, cut_for, last_layout, model_takes
-from lt_zero.parallel.sequence.ranks import SequenceRanks, use
+from lt_zero.parallel.sequence.ranks import SequenceRanks
+from tests.support.joined import use
 from tests.support.lightning_tools import sharded_trainer, single_trainer, torchrun_env
 from tests.support.parity import OPTIMIZERS
 
@@ -161,7 +162,7 @@ def run_fabric(stage: int, steps: int, accumulates: int, optimizer: str, config:
     fabric.launch()
     net = Decoder()
     model, made = fabric.setup(net, OPTIMIZERS[optimizer](net.parameters()))
-    data = Rows(steps * accumulates * strategy.session.data_ranks)
+    data = Rows(steps * accumulates * strategy.session.division.data_ranks)
     loader = fabric.setup_dataloaders(DataLoader(data, batch_size=1, collate_fn=first))
     for number, batch in enumerate(loader):
         ends = number % accumulates == accumulates - 1
@@ -181,7 +182,7 @@ def run_loop(stage: int, steps: int, accumulates: int, optimizer: str, config: d
     given["train_micro_batch_size_per_gpu"] = ROWS
     made = OPTIMIZERS[optimizer](net.parameters())
     engine, *_ = lt_zero.initialize(model=net, optimizer=made, config=given)
-    ranks, rank = engine.data_ranks, engine.session.data_rank
+    ranks, rank = engine.data_ranks, engine.session.division.data_rank
     for number in range(steps * accumulates):
         engine.backward(engine(**whole(batch_of(number * ranks + rank))))
         engine.step()

@@ -29,7 +29,7 @@ def machine() -> Iterator[Order]:
             stack.enter_context(mock.patch.object(accelerator, name, value))
         for owner, name, made in _replaced(order):
             stack.enter_context(mock.patch.object(owner, name, made))
-        stack.enter_context(mock.patch.object(host_store, "_apart", True))
+        stack.enter_context(mock.patch.object(accelerator, "_apart", True))
         stack.enter_context(Recorder(order))
         yield order
 

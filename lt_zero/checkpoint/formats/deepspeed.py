@@ -19,9 +19,10 @@ from typing import Any, ClassVar
 from lt_zero.checkpoint.formats.foreign import ForeignSource, Saved
 from lt_zero.checkpoint.formats.model_rank import ModelRank
 from lt_zero.checkpoint.formats.pipeline_layers import LayerFiles, PipelineStages, pipeline_name
-from lt_zero.checkpoint.formats.reading import Stub, opened
+from lt_zero.checkpoint.formats.reading import Stub
 from lt_zero.checkpoint.formats.tensor_ranks import TensorRanks
 from lt_zero.checkpoint.formats.universal import UniversalTensors
+from lt_zero.checkpoint.native.saved_file import opened
 from lt_zero.common.errors import CheckpointError
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")

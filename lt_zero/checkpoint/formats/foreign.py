@@ -11,8 +11,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.formats.reading import VERSION, has_checksums, load, opened
-from lt_zero.checkpoint.formats.records import MappedRecords
+from lt_zero.checkpoint.formats.mapped_records import MappedRecords
+from lt_zero.checkpoint.formats.reading import has_checksums, load
+from lt_zero.checkpoint.native.saved_file import VERSION, opened
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
 

@@ -13,41 +13,29 @@ Note [Read as data]
 from __future__ import annotations
 
 import collections
-import contextlib
 import io
-import os
 import pickle
 import pickletools
 import re
-import threading
 import zipfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from lt_zero.checkpoint.formats.records import (
-    MappedRecords,
-    Record,
-    check,
-    checking_pool,
-    identity_of,
-    is_values,
-    jobs_of,
-    records_of,
-)
+from lt_zero.checkpoint.formats.mapped_records import MappedRecords
+from lt_zero.checkpoint.native.records import Record, check, identity_of, is_values, records_of
+from lt_zero.checkpoint.native.saved_file import EMPTY_BYTES, ZIP, admitting, explained, opened
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.tensor_tree import dense_tensors
 from lt_zero.core.stores.direct_file import unreadable
-from lt_zero.core.stores.regular_file import open_bytes, own_path, read_bytes
+from lt_zero.core.stores.regular_file import own_path, read_bytes
 
-VERSION = "pytorch-lightning_version"  # in every checkpoint that Lightning wrote
-_ZIP, _OLD_FORMAT = b"PK\x03\x04", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
+_OLD_FORMAT = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 _MOST_METADATA = 1 << 28  # bytes; a million pieces of tensors take a half
-_lock = threading.Lock()  # torch's list of admitted classes is one for the process
 
 
 class Stub:
@@ -110,7 +98,7 @@ _MADE: dict[str, Callable[..., Any]] = {
     "pathlib.PurePosixPath": _path,
     "pathlib._local.PosixPath": _path,
     "pathlib._local.PurePosixPath": _path,
-    "builtins.bytes": lambda: b"",
+    EMPTY_BYTES: lambda: b"",
     "builtins.frozenset": frozenset,
     "numpy.core.multiarray.scalar": _number,
     "numpy._core.multiarray.scalar": _number,
@@ -133,61 +121,6 @@ _METADATA = re.compile(  # of DCP
 )
 
 
-@contextlib.contextmanager
-def empty_bytes() -> Iterator[None]:
-    """Context in which torch reads ``b""`` with ``weights_only=True``: pickle writes it as a call of ``bytes``."""
-    name = "builtins.bytes"
-    with _lock, torch.serialization.safe_globals([(_MADE[name], name)]):
-        yield
-
-
-@contextlib.contextmanager
-def opened(path: Path, start: int = 0, stop: int | None = None) -> Iterator[IO[bytes]]:
-    """Context that yields a regular file, or its bytes ``start`` to ``stop`` as a file."""
-    try:
-        file = open_bytes(path)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    with file:
-        size = os.fstat(file.fileno()).st_size
-        if stop is None:
-            yield file
-        elif not 0 <= start <= stop <= size:
-            raise CheckpointError(
-                f"{path} has {size} bytes, but the checkpoint says that bytes {start} to {stop} of it are in use: it "
-                "was cut off or replaced. Take another checkpoint."
-            )
-        else:
-            yield io.BufferedReader(_Part(file, start, stop - start))
-
-
-class _Part(io.RawIOBase):
-    """``size`` bytes of a file from ``start``, as a file: it may be a tensor of gigabytes, which is held only once."""
-
-    def __init__(self, file: IO[bytes], start: int, size: int) -> None:
-        self._file = file
-        self._start = start
-        self._size = size
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + (0, self._position, self._size)[whence]
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        self._file.seek(self._start + self._position)
-        view = memoryview(buffer)[: max(0, self._size - self._position)]
-        read: int = self._file.readinto(view)  # type: ignore[attr-defined]
-        self._position += read
-        return read
-
-
 def load(
     path: Path,
     start: int = 0,
@@ -207,7 +140,7 @@ def load(
     """
     with opened(path, start, stop) as file, ThreadPoolExecutor(1) as beside:
         head = file.read(len(_OLD_FORMAT))
-        if not head.startswith(_ZIP) and head != _OLD_FORMAT:
+        if not head.startswith(ZIP) and head != _OLD_FORMAT:
             raise CheckpointError(f"{path} is no file that torch.save wrote (it begins with {head[:8]!r}).")
         try:
             records = records_of(file) if head != _OLD_FORMAT else []
@@ -217,7 +150,7 @@ def load(
             values = [record for record in records if is_values(record)]
             checking = None if maps else beside.submit(_check_again, path, start, stop, values)
             admitted = [*_ADMITTED, *((_stub(name), name) for name in inert)]
-            with _lock, torch.serialization.safe_globals(admitted):  # type: ignore[arg-type]
+            with admitting(admitted):
                 source = own_path(file.fileno(), path) if maps else file
                 value = torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
             if checking is not None:
@@ -241,53 +174,6 @@ def _check_again(path: Path, start: int, stop: int | None, records: list[Record]
         check(file, records, path)
 
 
-def check_file(path: Path, number: int = 0, of: int = 1) -> None:
-    """Compare the checksums of a file of ``torch.save`` with its content.
-
-    Each of several processes does a share of the values, and the rest: what could fail at once in the loader.
-
-    Raises:
-        CheckpointError: it is damaged, or cannot be read; names it.
-    """
-    with opened(path) as file:
-        try:
-            records = records_of(file) if file.read(len(_ZIP)) == _ZIP else []
-        except Exception as error:
-            raise explained(error, path) from None
-        check(file, [record for record in records if not is_values(record)], path)
-        values = [record for record in records if is_values(record) and record.size]
-        jobs = jobs_of(path, identity_of(file), values)[number::of]
-        with checking_pool() as pool:
-            for job in jobs:
-                # Keep a path to this file: a run that goes on may replace it meanwhile.
-                job.place = own_path(file.fileno(), path)
-                job.start(pool)
-            for job in jobs:
-                job.wait()
-
-
-def explained(error: Exception, path: Path) -> CheckpointError:
-    """The error of a reader of ``torch.save``'s files, as one that names the file and the remedy."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return unreadable(path, error)
-    text = str(error).split("\n\nCheck the documentation")[0]
-    refused = re.search(r"GLOBAL (\S+)", text)
-    if refused is not None:
-        return CheckpointError(
-            f"{path} holds {refused[1]}, which is not read, because loading it could run code. Save the checkpoint "
-            f"without it; or, if its content is not needed, convert it with `lt-zero import --inert {refused[1]}`."
-        )
-    if "Unsupported operand" in text:
-        return CheckpointError(
-            f"{path} is damaged, or was saved with another pickle protocol than torch.save's own, and is not read. "
-            "Save it without `pickle_protocol`, or take another copy."
-        )
-    reason = text.split("\n\n")[-1].split("\n")[0] if isinstance(error, pickle.UnpicklingError) else text.split("\n")[0]
-    return CheckpointError(
-        f"{path} is damaged: it cannot be read ({type(error).__name__}: {reason}). Take another checkpoint."
-    )
-
-
 def has_checksums(path: Path, start: int = 0, stop: int | None = None) -> bool:
     """Read all of a file of ``torch.save`` and compare its checksums; False if it has none.
 
@@ -295,7 +181,7 @@ def has_checksums(path: Path, start: int = 0, stop: int | None = None) -> bool:
         CheckpointError: a record is damaged; names it.
     """
     with opened(path, start, stop) as file:
-        if file.read(len(_ZIP)) != _ZIP:
+        if file.read(len(ZIP)) != ZIP:
             return False
         try:
             records = records_of(file)

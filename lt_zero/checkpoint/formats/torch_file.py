@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lt_zero.checkpoint.formats.foreign import ForeignSource, Saved, mapping, ties
-from lt_zero.checkpoint.formats.reading import opened
-from lt_zero.checkpoint.formats.records import Record, identity_of
+from lt_zero.checkpoint.native.records import Record, identity_of
+from lt_zero.checkpoint.native.saved_file import opened
 from lt_zero.common.errors import CheckpointError
 from lt_zero.core.stores.regular_file import open_bytes, own_path, parse_json, read_json
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.formats.foreign import ForeignSource, Saved, mapping
+from lt_zero.checkpoint.formats.mapped_records import MappedRecords
 from lt_zero.checkpoint.formats.model_rank import ModelRank, Shape
-from lt_zero.checkpoint.formats.records import MappedRecords
 from lt_zero.checkpoint.source import Spec
 from lt_zero.common.errors import CheckpointError
 

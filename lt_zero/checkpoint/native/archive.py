@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.formats.reading import empty_bytes, explained
 from lt_zero.checkpoint.native.chunks import Chunk, meeting
 from lt_zero.checkpoint.native.directory import MANIFEST, MOST_MANIFEST, Manifest, file_system, is_url, table, texts
 from lt_zero.checkpoint.native.plain import described_keys, restore
+from lt_zero.checkpoint.native.saved_file import empty_bytes, explained
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.boxes import Box, cut_range, flat_index
 from lt_zero.common.errors import CheckpointError

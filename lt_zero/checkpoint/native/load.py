@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lt_zero.checkpoint.formats.reading import VERSION
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.pieces import (
     load_full_optimizer_state,
@@ -42,6 +41,7 @@ from lt_zero.checkpoint.native.pieces import (
 from lt_zero.checkpoint.native.plain import MISSING, described_keys, dotted_path, restore, unknown
 from lt_zero.checkpoint.native.rank_state import RESIDUALS
 from lt_zero.checkpoint.native.save import FABRIC, LOOP, LT_ZERO, REFERENCE, TRAINED_WEIGHTS
+from lt_zero.checkpoint.native.saved_file import VERSION
 from lt_zero.checkpoint.source import CheckpointSource, Spec
 from lt_zero.common import plain_names
 from lt_zero.common.boxes import Box

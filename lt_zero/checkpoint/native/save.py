@@ -1,9 +1,9 @@
 """Saves a sharded checkpoint: sorts Lightning's dictionary into parts, and writes each rank's tensors.
 
-torch.distributed.checkpoint runs the save: it collects plans (plan.py), results and errors. Each rank writes two files,
-``weights-<rank>.pt`` and ``moments-<rank>.pt``. Each is an ordinary file of ``torch.save``, and each tensor in it is
-one, too, so that torch's own reader of such directories can read them (torchfile.py). Rank 0 adds what is the same on
-all ranks.
+Rank 0 divides among the ranks what they have (plan.py), and collects results and errors (through_first.py). Each rank
+writes two files, ``weights-<rank>.pt`` and ``moments-<rank>.pt``. Each is an ordinary file of ``torch.save``, and each
+tensor in it is one, too, so that torch.distributed.checkpoint (DCP) can read such directories (torchfile.py). Rank 0
+adds what is the same on all ranks, and DCP's metadata.
 """
 
 from __future__ import annotations
@@ -11,24 +11,16 @@ from __future__ import annotations
 import functools
 import io
 import pickle
-import traceback
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
 
 from lt_zero.checkpoint.native.chunks import Chunk
 from lt_zero.checkpoint.native.directory import Manifest, ManifestEntry, PendingDirectory
@@ -44,15 +36,16 @@ from lt_zero.checkpoint.native.plan import (
     part_of,
     unite,
 )
+from lt_zero.checkpoint.native.through_first import through_first
 from lt_zero.checkpoint.native.torchfile import TensorRecord, TorchFile
 from lt_zero.common import accelerator
 from lt_zero.common.boxes import Box, flat_index
 from lt_zero.common.compat import storage_info
-from lt_zero.common.descriptors import fullness, is_full_table
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import without_gc
 from lt_zero.common.units import exact_bytes
 from lt_zero.common.users_code import warn
+from lt_zero.core.comm.process_groups import exists
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.lazy_tensor import Fragment, LazyTensor
 from lt_zero.core.stores.checked_file import FileRecord, Sink, StagingRing
@@ -67,6 +60,14 @@ _OVERHEAD = 4096  # maximum bytes per tensor beside its values: in its file, in 
 _ValuesAt = tuple[int, int, int]  # in a file: where a box's values begin; offset and length of what torch reads
 _Written = tuple[str, TensorBoxes, list[_ValuesAt]]  # file, boxes, and the place of each
 _T = TypeVar("_T")
+
+
+class _WrittenFile(NamedTuple):
+    """A file of tensors that a rank has written, and the places of their boxes in it."""
+
+    name: str
+    record: FileRecord
+    places: dict[str, tuple[TensorBoxes, list[_ValuesAt]]]
 
 
 @dataclass
@@ -345,39 +346,27 @@ def write(
         CheckpointError: on all ranks; names the failed ranks. Or ``group`` was destroyed before.
         RuntimeError: a rank has ended meanwhile; names it.
     """
-    writer = DirectoryWriter(place, made, world.rank, then, tick, ranks=world.size if group is not None else 1)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    writer = DirectoryWriter(place, made, world.rank, then, tick)
     try:
-        with warnings.catch_warnings(), world.explaining():
-            warnings.simplefilter("ignore")  # torch warns if there is no process group
-            state_dict_saver.save(
-                {}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None
+        if group is not None and not exists(group):
+            raise CheckpointError(
+                f"{place.name} is not saved: the process group was destroyed before it was written. Call "
+                "wait_for_save() before dist.destroy_process_group()."
             )
-    except BaseException as error:
+        with world.explaining():
+            parts = through_first(group, writer.own_parts, writer.divided)
+            through_first(group, lambda: writer.write(parts), writer.publish)
+    except BaseException:
         if world.rank == 0:
             place.discard()
-        if not isinstance(error, CheckpointException):
-            raise
-        told = [(rank, _reason(*failure)) for rank, failure in sorted(error.failures.items())]
-        text = " ".join(f"rank {rank}: {reason}" if world.size > 1 else reason for rank, reason in told)
-        raise CheckpointError(text) from None
-
-
-def _reason(cause: BaseException, trace: Sequence[traceback.FrameSummary]) -> str:
-    """An error that a rank had, with its place unless it is a ``CheckpointError``."""
-    if isinstance(cause, CheckpointError):
-        return str(cause)
-    if is_full_table(cause):
-        return f"{type(cause).__name__}: {cause}. {fullness()}"
-    place = f" ({trace[-1].filename}:{trace[-1].lineno}, in {trace[-1].name})" if trace else ""
-    return f"{type(cause).__name__}: {cause}{place}"
+        raise
 
 
 @dataclass(eq=False)
-class DirectoryWriter(StorageWriter):
+class DirectoryWriter:
     """Writes the tensors of one rank into the (temporary) directory, and on rank 0 the rest and the manifest.
 
-    Other content is read when all tensors are written. ``then``, ``tick``: as for ``write``; ``ranks`` save together.
+    Other content is read when all tensors are written. ``then``, ``tick``: as for ``write``.
     """
 
     place: PendingDirectory
@@ -385,59 +374,45 @@ class DirectoryWriter(StorageWriter):
     rank: int
     then: Callable[[], object] = _ignore
     tick: Callable[[int], object] = _ignore
-    ranks: int = 1
     files: dict[str, FileRecord] = field(default_factory=dict)  # that are complete
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Does nothing: a writer is used once."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: the directory exists already."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False  # torch must not select this class by itself
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+    def own_parts(self) -> BoxesByName:
+        """The tensors of which this rank has elements, and the boxes of these."""
         own: dict[str, TensorBoxes] = {}
         for name, value in self.made.tensors.items():
             first = value.ranks[0] if isinstance(value, Fragment) and value.ranks else None
             part = part_of(tuple(value.shape), value.dtype, *_range_of(value), first)
             if part.boxes:
                 own[name] = part
-        return replace(plan, storage_data=own)
+        return own
 
     @without_gc  # there may be millions of boxes
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # torch takes a process without a group for the only one, and each would publish the directory.
-        if len(plans) < self.ranks:
-            raise CheckpointError(
-                f"{self.place.name} is not saved: the process group was destroyed before it was written. Call "
-                "wait_for_save() before dist.destroy_process_group()."
-            )
-        divided = divide([plan.storage_data for plan in plans])
-        need, free = sum(map(_size_of, divided)), self.place.free_bytes()
+    def divided(self, of_ranks: list[BoxesByName]) -> Sequence[BoxesByName]:
+        """Divide what ranks have: the boxes that each writes. On rank 0."""
+        parts = divide(of_ranks)
+        need = sum(map(_size_of, parts))
+        free = self.place.free_bytes()
         if free is not None and free < need:
             raise CheckpointError(
                 f"{self.place.name} needs {exact_bytes(need)}, but {exact_bytes(free)} are free. Nothing was written. "
                 "Free space, lower ModelCheckpoint's save_top_k, or save to another disk."
             )
-        return [replace(plan, storage_data=parts) for plan, parts in zip(plans, divided, strict=True)]
+        return parts
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write(self, parts: BoxesByName) -> list[_WrittenFile]:
+        """Write this rank's files."""
         files: dict[str, dict[str, TensorBoxes]] = {}
-        future, ring = Future[list[WriteResult]](), StagingRing()
-        for name, part in plan.storage_data.items():
+        ring = StagingRing()
+        for name, part in parts.items():
             kind = "moments" if name.startswith("optimizer_") else "weights"
             files.setdefault(f"{kind}-{self.rank:05d}.pt", {})[name] = part
         try:
-            future.set_result([self._write(file, parts, ring) for file, parts in files.items()])
+            return [self._write(file, its, ring) for file, its in files.items()]
         finally:
             self.place.close()
-        return future
 
-    def _write(self, name: str, parts: BoxesByName, ring: StagingRing) -> WriteResult:
-        """Write one file of tensors; returns its record and the tensors' places in it."""
+    def _write(self, name: str, parts: BoxesByName, ring: StagingRing) -> _WrittenFile:
+        """Write one file of tensors."""
         content: dict[str, TensorRecord] = {}
         places: dict[str, tuple[TensorBoxes, list[_ValuesAt]]] = {}
         with self._file(name, _size_of(parts)) as sink:
@@ -457,7 +432,7 @@ class DirectoryWriter(StorageWriter):
                     found.append((stored.start, *stored.blob))
                     self.tick(values.nbytes)
             file.finish(content)
-        return WriteResult(dcp.MetadataIndex(name), self.files[name].nbytes, (self.files[name], places))
+        return _WrittenFile(name, self.files[name], places)
 
     @contextmanager
     def _file(self, name: str, expected: int = 0) -> Iterator[Sink]:
@@ -471,16 +446,18 @@ class DirectoryWriter(StorageWriter):
             raise
 
     @without_gc
-    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        """Add the content of rank 0 and the manifest, then publish the directory."""
-        # A new one: torch sends the given one to all ranks, and rank 0 alone needs it.
+    def publish(self, of_ranks: list[list[_WrittenFile]]) -> list[None]:
+        """Add the content of rank 0 and the manifest to the files of all ranks, then publish the directory.
+
+        On rank 0. There is nothing to tell the ranks.
+        """
         metadata = dcp.Metadata({})
         made = self.made
         written = dict[str, list[_Written]]()
-        for result in chain.from_iterable(results):
-            self.files[result.index.fqn], places = result.storage_data
-            for name, (part, found) in places.items():
-                written.setdefault(name, []).append((result.index.fqn, part, found))
+        for of_rank in chain.from_iterable(of_ranks):
+            self.files[of_rank.name] = of_rank.record
+            for name, (part, found) in of_rank.places.items():
+                written.setdefault(name, []).append((of_rank.name, part, found))
         try:
             tensors = _describe(metadata, written, made.manifest.get("aliases", {}))
             own = made.meta.get(LT_ZERO, {})
@@ -501,6 +478,7 @@ class DirectoryWriter(StorageWriter):
             self.then()
         finally:
             self.place.close()
+        return [None] * len(of_ranks)
 
 
 def _size_of(parts: BoxesByName) -> int:

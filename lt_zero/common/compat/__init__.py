@@ -22,6 +22,7 @@ from torch.autograd import Variable
 from torch.autograd import profiler as torch_profiler
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.multiprocessing.spawn import _wrap as body_of_started_rank
@@ -323,6 +324,27 @@ def before_distribution(call: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         style.distribute_module = known
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """True if ``tensor`` is a DTensor, cut or replicated."""
+    return isinstance(tensor, DTensor)
+
+
+def local_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]:
+    """The local tensor of a DTensor and a function that makes a DTensor of it again; else the tensor itself and None.
+
+    The local tensor shares memory, but does not count all writes to the DTensor as its own version.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor, None
+    mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+
+    def distributed(local: torch.Tensor) -> torch.Tensor:
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    with torch.no_grad():
+        return tensor.to_local(), distributed
 
 
 def local_tensor(parameter: DTensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Python values of ranks as bytes, and the gather of such bytes.
+"""Python values of ranks: as bytes, the gather of such bytes, and values that go through the first rank.
 
 Note [Equal values]
     Most values that ranks gather are the same on many of them: plans of a pipeline's stages, names of parameters,
@@ -78,3 +78,29 @@ def gather(mine: bytes, rank: int, size: int, group: dist.ProcessGroup | None) -
     data = row_of_values.numpy().tobytes()
     values = {key: pickle.loads(data[lo:hi]) for key, (lo, hi) in places.items()}
     return [values[key] for key in keys]
+
+
+def gather_to_first(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """The picklable values of all ranks on the first one, in the order of ranks; [] on the others. Collective.
+
+    ``group``: the ranks; None: one process.
+    """
+    if group is None:
+        return [mine]
+    first = dist.get_rank(group) == 0
+    told = [None] * dist.get_world_size(group) if first else None
+    dist.gather_object(mine, told, dst=dist.get_global_rank(group, 0), group=group)
+    return told or []
+
+
+def scatter_from_first(parts: list[Any] | None, group: dist.ProcessGroup | None) -> Any:
+    """This rank's value out of ``parts``, which the first rank has, one for each. Collective.
+
+    ``group``: as for ``gather_to_first``.
+    """
+    if group is None:
+        assert parts is not None
+        return parts[0]
+    received = [None]
+    dist.scatter_object_list(received, parts, src=dist.get_global_rank(group, 0), group=group)
+    return received[0]

@@ -57,7 +57,6 @@ class GroupOptions:
         sums_gradients: reductions return the sum over ranks, not the mean.
         prescales: divide gradients by the number of ranks before a reduction, not after.
         predivide_factor: divide gradients by it before a reduction; no effect if it ``prescales``.
-        steps_beside_forward: background steps go on beside the next forward.
     """
 
     topology: str | int
@@ -66,7 +65,6 @@ class GroupOptions:
     sums_gradients: bool
     prescales: bool
     predivide_factor: float
-    steps_beside_forward: bool
 
     @property
     def predivides(self) -> bool:

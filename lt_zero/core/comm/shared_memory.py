@@ -81,9 +81,10 @@ def _order_memory() -> None:
     """Complete this thread's reads and writes before those that follow; Arm's CPUs would reorder them."""
     # The first release comes after all reads and writes before it; the second acquire comes before all that follow.
     # With one of the pair alone, a CPU may move accesses into the locked region and across each other.
-    for _ in range(2):
-        with _lock:
-            pass
+    with _lock:
+        pass
+    with _lock:
+        pass
 
 
 class Barrier:
@@ -106,7 +107,7 @@ class Barrier:
         return absent
 
     def is_completed(self) -> bool:
-        return not self.absent()
+        return self._complete or not self.absent()
 
     def wait(self, patience: timedelta | None = None) -> None:
         """Wait until all ranks have entered.
@@ -208,9 +209,10 @@ class SharedArena:
         """Enter the next barrier of a ``place``; returns its number. In the same order on all ranks."""
         self._refuse_fork()
         _order_memory()
-        self._entries[place] += 1
-        self._segments[0][place] = self._entries[place] % 256
-        return self._entries[place]
+        number = self._entries[place] + 1
+        self._entries[place] = number
+        self._segments[0][place] = number % 256
+        return number
 
     def behind(self, place: int, number: int) -> list[int]:
         """The peers that have not entered that barrier."""

@@ -164,20 +164,32 @@ class CollectiveMonitor:
         """
         if isinstance(work, Barrier) and work.is_completed():
             return
+        # Not by the contexts below: each takes five calls, and a small step has several waits.
+        if launch is not None:
+            self._wait = threading.get_ident(), launch
+        try:
+            self._wait_in_slices(work, launch)
+        except RuntimeError as error:
+            self._explain(error)
+            raise
+        finally:
+            if launch is not None:
+                self._wait = None
+
+    def _wait_in_slices(self, work: Any, launch: CollectiveId | None) -> None:
         started = time.monotonic()
-        with self.waiting_for(launch), self.explaining():
-            while not work.is_completed():
-                # An error is the end of a slice, or the work has failed: then the last ``wait`` below raises it.
-                with suppress(RuntimeError):
-                    work.wait(self.slice)
-                if not work.is_completed():
-                    self.raise_verdict()
-                    waited = time.monotonic() - started
-                    if launch is not None and (detector := self.detector()) is not None:
-                        detector.examine(launch, waited)
-                    if isinstance(work, Barrier):
-                        self._examine_barrier(work, waited)
-            work.wait()
+        while not work.is_completed():
+            # An error is the end of a slice, or the work has failed: then the last ``wait`` below raises it.
+            with suppress(RuntimeError):
+                work.wait(self.slice)
+            if not work.is_completed():
+                self.raise_verdict()
+                waited = time.monotonic() - started
+                if launch is not None and (detector := self.detector()) is not None:
+                    detector.examine(launch, waited)
+                if isinstance(work, Barrier):
+                    self._examine_barrier(work, waited)
+        work.wait()
 
     @contextmanager
     def waiting_for(self, launch: CollectiveId | None) -> Iterator[None]:
@@ -208,13 +220,17 @@ class CollectiveMonitor:
         try:
             yield
         except RuntimeError as error:
-            cause = self.verdict
-            if (detector := self.detector()) is not None:
-                cause = detector.cause()
-            self.raised |= self.verdict is not None
-            if cause is not None and cause not in str(error):
-                raise RuntimeError(cause) from error
+            self._explain(error)
             raise
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Raise the cause of an error of gloo, if it is known and the error does not name it."""
+        cause = self.verdict
+        if (detector := self.detector()) is not None:
+            cause = detector.cause()
+        self.raised |= self.verdict is not None
+        if cause is not None and cause not in str(error):
+            raise RuntimeError(cause) from error
 
     def _examine_barrier(self, barrier: Barrier, waited: float) -> None:
         """Raise if a rank that has not entered has ended, or after the timeout."""

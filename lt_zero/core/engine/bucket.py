@@ -103,6 +103,9 @@ class GatherStrategy:
         """The place of the tensor that gathers read, for a bucket that keeps it in ``place``."""
         return place
 
+    def check_training(self, name: str) -> None:
+        """Raise ConfigError if the weights, as they are kept, cannot be trained. ``name``: of the bucket."""
+
     def prepare(self, bucket: Bucket, exact: bool) -> bool:
         """Choose how the gather that ``launch`` starts next fills the flat tensor; ``exact``: without rounding.
 
@@ -198,7 +201,7 @@ class Bucket:
         self.places = Places(self.memory, gathers.place(self.memory, group.device))
         gaps = gaps_between(((p.offset, p.offset + p.numel) for p in self.pieces), self.shard.numel())
         shared = self._background, self.places
-        self.weights = MasterWeights(self.shard, storage, gaps, *shared)
+        self.weights = MasterWeights(self.shard, storage, gaps, *shared, gathers.check_training)
         self.grads = GradAccumulator(plan, storage, self.layout, self.pieces, self.shard_range, group, *shared)
         self.states: dict[str, Store] = {}  # optimizer states that are kept in stores
         self.beside: dict[str, Store] = {}  # states that no step reads, such as an average of the weights
@@ -211,7 +214,7 @@ class Bucket:
         self._owner = owner
         self._sentinels: list[Tensor] = []  # one for each parameter, with sharded parameters
         self.edits = InplaceEdits(self)
-        self.stepped_early = False  # beside the running backward; see overlap.py, Note [Beside backward]
+        self.stepped_early = False  # beside the running backward; see core/step/background_steps.py
         self.unpublished = unpublished
         self._unpublished = False  # the compute copy awaits the background step, or ``_arriving``
         self._arriving: Work | None = None  # a gather of the other ranks' updates
@@ -459,11 +462,15 @@ class Bucket:
     def wants_grad(self) -> bool:
         return any(p.requires_grad for p in self.params)
 
-    def has_grads(self) -> bool:
-        """True if a parameter has a gradient that is not in the accumulator yet."""
+    def which_have_grads(self) -> list[bool]:
+        """Tell of each parameter whether it has a gradient that is not in the accumulator yet."""
         # Guards would intercept each access to ``.grad``, although it needs no values.
         with without_torch_function():
-            return any([p.grad is not None for p in self.params])
+            return [parameter.grad is not None for parameter in self.params]
+
+    def has_grads(self) -> bool:
+        """True if a parameter has a gradient that is not in the accumulator yet."""
+        return any(self.which_have_grads())
 
     def grads_complete(self) -> bool:
         """True if the bucket has trainable parameters and all of them have a gradient from the running backward."""
@@ -522,7 +529,7 @@ class Bucket:
         """Write all streamed stores and free their memory."""
         put_away(self.stores())
 
-    # ---- steps and gathers that go on beside the next forward: overlap.py --------------------------------------
+    # ---- steps and gathers that go on beside the next forward: core/step/background_steps.py -------------------
 
     @property
     def can_step_early(self) -> bool:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from lt_zero.common.codec import Codec
 from lt_zero.common.compat import outside_inference, without_grad
-from lt_zero.common.errors import ConfigError
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.engine.storage_plan import StoragePlan
 from lt_zero.core.stores.store import WEIGHTS, BackgroundStep, Gap, Place, Places, Store, put_away
@@ -63,6 +62,7 @@ class MasterWeights:
     gaps: Sequence[Gap]  # elements [lo, hi) of ``shard`` that belong to no parameter
     background: BackgroundStep  # of the bucket
     places: Places  # of the bucket
+    check_training: Callable[[str], None]  # raises ConfigError if they cannot be trained; takes the bucket's name
     # This rank's shard, or all elements if the optimizer is not sharded: a slice of the compute copy where that stays
     # in memory and has the master's dtype.
     master: Store | None = None
@@ -102,16 +102,6 @@ class MasterWeights:
         if plan.trains and self.copy is not NO_COPY:
             self.copy = self.places.step.fed(self.copy)
 
-    def refuse_codes(self, name: str) -> None:
-        """Raise ConfigError if weights rest encoded: there is nothing wider to train. ``name``: of the bucket."""
-        if self.plan.codecs.rests is not None:
-            raise ConfigError.about(
-                "quantize",
-                f"quantize: {name} has parameters that require gradients, and rests in codes of few bits, which cannot "
-                "be trained. Freeze them (requires_grad_(False)), or train adapters beside them; to train them, remove "
-                "the key, or unfreeze them before set-up: then they rest in full.",
-            )
-
     @without_grad
     def enable_training(self, name: str) -> None:
         """Make the master weights if there are none; called late when frozen parameters are unfrozen.
@@ -120,11 +110,11 @@ class MasterWeights:
             name: of the bucket.
 
         Raises:
-            ConfigError: they rest encoded.
+            ConfigError: they cannot be trained.
         """
         if self.master is not None:
             return
-        self.refuse_codes(name)
+        self.check_training(name)
         frozen = self.frozen
         self.frozen = None
         self.plan = replace(self.plan, trains=True)

@@ -74,6 +74,7 @@ from lt_zero.common.compat import (
     refuse_reentrant_checkpoint,
     retains_graph,
     running_transform,
+    without_grad,
 )
 from lt_zero.common.module_hooks import (
     Preparation,
@@ -203,7 +204,7 @@ class Engine(ProcessLocal):
             views=self.grad_views,
             reducer=self.reducer,
             news=news,
-            sums_late=exchange.sums_late,
+            exchange=exchange,
         )
         self.finish_reductions = self.unused_parameters.finish_reductions
         self.sharded_optim = any(not b.is_whole for b in self.buckets)
@@ -708,10 +709,7 @@ class Engine(ProcessLocal):
         # torch.autograd.grad leaves no gradients behind: nothing to reduce, on any rank.
         passed, self._passed = self._passed, False
         if arrived or (explicit and not passed):
-            # Enter it once: the functions below would enter it for each bucket.
-            with torch.no_grad():
-                self.reducer.finish()
-                self.unused_parameters.record()
+            self._finish_reducing()
         elif explicit:
             # When ``whole_passes`` recorded, it was not known whether the loss is finite: record again.
             self.reducer.scope = None
@@ -730,6 +728,12 @@ class Engine(ProcessLocal):
             # Otherwise steps may have begun beside backward, which ``publish`` completes.
             self._prepare_again()
 
+    @without_grad
+    def _finish_reducing(self) -> None:
+        # Without gradients here, as the functions below would change that for each bucket.
+        self.reducer.finish()
+        self.unused_parameters.record()
+
     def _prepare_again(self) -> None:
         """Let graphs leave out hooks as before, if code that takes steps by itself goes on with a forward."""
         if self._depth > 0:
@@ -741,12 +745,12 @@ class Engine(ProcessLocal):
         """Make master weights, and keep weights gathered as the limits allow. No-op if done before.
 
         Raises:
-            ConfigError: weights that are to be trained rest encoded.
+            ConfigError: weights are to be trained that cannot be.
         """
         if not self.training:
             for bucket in self.buckets:
                 if bucket.wants_grad:
-                    bucket.weights.refuse_codes(bucket.name)
+                    bucket.weights.check_training(bucket.name)
             for handle in self._of_parts:
                 handle.remove()
             self._of_parts = []
@@ -880,9 +884,9 @@ _leave_uncompiled: Any = torch.compiler.disable(Engine.leave_forward)
 
 def _arm_at_parameter(known: weakref.ref[Engine], grads: object) -> None:
     """Begin a backward at the gradient of a parameter."""
-    engine = still_there(known)
-    if not engine.in_backward:
-        engine._arm()
+    # All parameters of a backward call this, and one of them begins it.
+    if (engine := known()) is None or not engine.in_backward:
+        still_there(known)._arm()
 
 
 def _arm_at_output(tie: Tie[Engine], grads: object) -> None:

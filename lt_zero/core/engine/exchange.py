@@ -13,7 +13,7 @@ Note [Questions to an exchange]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -157,6 +157,13 @@ class GradientExchange:
 
     def check_mean(self) -> None:
         """Raise RuntimeError if the accumulators do not get the mean of this step's gradients."""
+
+    def refuse_second_reduction(self, names: str) -> NoReturn:
+        """Raise RuntimeError: gradients were set after backward, and ranks that ``sums_late`` cannot agree on them.
+
+        ``names``: of the buckets.
+        """
+        raise NotImplementedError
 
     def check_common_weights(self, what: str) -> None:
         """Raise ValueError if weights may differ between ranks after a step, as ``what`` needs the same on all."""

@@ -79,16 +79,19 @@ class GradAccumulator:
     def take(self, out: Tensor, add: bool, factor: float = 1.0) -> None:
         """Move the parameters' gradients times ``factor``, or zeros, into ``out`` (1D, all elements), or add them."""
         # Collected for the kernel, which casts and scales in one pass; torch would need two.
-        targets, grads = [], []
+        targets = []
+        grads = []
+        # On a GPU one launch for all of them; on a CPU the kernel is no faster than torch without a cast.
+        collects = factor != 1.0 or accelerator.holds(out)
         for index, (parameter, span) in enumerate(zip(self._params, self._layout.spans, strict=True)):
-            grad, target = self._gradient_of(parameter), out[span.lo : span.hi].view(span.shape)
+            grad = self._gradient_of(parameter)
+            target = out[span.lo : span.hi].view(span.shape)
             if grad is None:
                 if not add:
                     target.zero_()
                 continue
             grad = grad.to_dense() if grad.layout is not torch.strided else grad
-            # On a GPU one launch for all of them; on a CPU the kernel is no faster than torch without a cast.
-            if (grad.dtype != out.dtype or factor != 1.0 or accelerator.holds(grad)) and ops.fits(out, grad, add):
+            if (collects or grad.dtype != out.dtype) and ops.fits(out, grad, add):
                 targets.append(target)
                 grads.append(grad)
             elif add:
@@ -137,7 +140,7 @@ class GradAccumulator:
         target = self.values.target(add=bool(self.valid), whole=replicas is Replicas.RESULT)
         self.partial = replicas is Replicas.NOTHING
         self.changes += 1
-        self.valid.update(i for i, p in enumerate(self._params) if p.requires_grad)
+        self.valid.update([index for index, parameter in enumerate(self._params) if parameter.requires_grad])
         return target
 
     def partial_target(self) -> Tensor:
@@ -201,13 +204,16 @@ class GradAccumulator:
         self.changes += 1
         return self.values.write()[piece.offset : piece.offset + piece.numel]
 
-    @without_grad
     def _end_lending(self) -> None:
-        """Take back the products that ``shown`` has lent: if they are as they were, their factor is deferred again."""
-        lent, self._lent = self._lent, None
-        if lent is None or not self.accumulated:
-            return
-        before, factor = lent
+        """Take back the products that ``shown`` has lent, if there are any."""
+        if (lent := self._lent) is not None:
+            self._lent = None
+            if self.accumulated:
+                self._take_back(*lent)
+
+    @without_grad
+    def _take_back(self, before: Tensor, factor: Tensor) -> None:
+        """Defer the factor again if the products are as they were lent; ``before``: what was stored."""
         values = self.values.read()
         if torch.equal(values, before.to(values.dtype) * factor.to(values.device)):
             self.values.write().copy_(before)

@@ -31,8 +31,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
-import torch
-
+from lt_zero.common.compat import without_grad
 from lt_zero.common.phases import phase
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.transport import Replicas, SendBuffer
@@ -224,9 +223,7 @@ class GradReducer:
 
     def _finish_oldest(self) -> None:
         bucket, work, send = self._in_flight.popleft()
-        with torch.no_grad(), phase("reduce", bucket.name):
-            work.wait()
-            bucket.grads.arrived()
+        self._await(bucket, work)
         # Only after the wait: until then the collective reads the buffer.
         if send is not None:
             self._buffers[bucket.group].give_back(send)
@@ -237,6 +234,12 @@ class GradReducer:
             if len(self._leaving) > 1:
                 # Wait for all writes but the last, so that the accumulators do not fill the memory.
                 self._leaving.popleft().put_away()
+
+    @without_grad
+    def _await(self, bucket: Bucket, work: Work) -> None:
+        with phase("reduce", bucket.name):
+            work.wait()
+            bucket.grads.arrived()
 
     def abort(self) -> None:
         """Drop a failed backward; waits for launched reductions."""

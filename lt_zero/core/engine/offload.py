@@ -14,12 +14,12 @@ from lt_zero.core.stores.thread_pool import SwapError
 
 @dataclass
 class Offload:
-    """Keeps everything on the device, so that nothing of it can fail. ``OffloadManager`` is another one.
+    """Keeps everything on the device, so that nothing of it can fail. ``Feature.place`` returns another one.
 
     Attributes:
         has_files: on some rank.
         overlaps: there is, or was, a background thread on some rank.
-        partially_stepped: buckets whose weights are a step ahead; see overlap.py, Note [Beside backward].
+        partially_stepped: buckets whose weights are a step ahead; see core/step/background_steps.py.
         others: return errors of other files.
     """
 

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from lt_zero.common.codec import RestingCodec
 from lt_zero.common.moment_form import MomentForm
 from lt_zero.core.engine.dtypes import DtypePolicy
+from lt_zero.core.engine.weight_rounding import WeightRounding
 from lt_zero.core.stores.thread_pool import IoOptions
 
 Device = Literal["none", "cpu", "nvme"]
@@ -104,6 +105,7 @@ class EngineOptions:
         files: how files are read and written.
         predivides: gradients are divided by a factor before a reduction.
         moments: form in which element-wise states of the optimizer are kept; None: as the step computes them.
+        rounding: makes the rounding of a step's weights out of a seed, the same on all ranks; None: to the nearest.
         resting: codec in which sharded weights that are not trained rest; None: they rest as they are.
         sent_dense: returns the parameters of a module whose gradients are never sent compressed; None: all are sent as
             they are.
@@ -133,5 +135,6 @@ class EngineOptions:
     files: IoOptions
     predivides: bool
     moments: MomentForm | None
+    rounding: Callable[[int], WeightRounding] | None = None
     resting: RestingCodec | None = None
     sent_dense: Callable[[nn.Module], set[Parameter]] | None = None

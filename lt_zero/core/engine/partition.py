@@ -259,16 +259,6 @@ def warn_of_padding(plan: EnginePlan, options: EngineOptions, world: int) -> Non
     )
 
 
-def warn_of_wide_moments(plan: EnginePlan, form: MomentForm) -> None:
-    """Warn if moments are to be kept in ``form``, and those of no parameter are."""
-    trained = [bucket for bucket in plan.buckets if bucket.trains]
-    if trained and all(bucket.moments is None for bucket in trained):
-        warn(
-            f"optimizer_states.dtype={form.name} changes nothing: moments of embeddings and of parameters of less than "
-            f"{form.least} elements stay wide, and {type(plan.root).__name__} trains no others. Remove the key."
-        )
-
-
 def stay_whole(root: nn.Module, options: EngineOptions, sizes: Mapping[Parameter, int]) -> set[Parameter]:
     """The parameters that are not sharded, also at stage 3; at lower stages those that get buckets of their own."""
 

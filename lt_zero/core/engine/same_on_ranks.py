@@ -36,7 +36,7 @@ from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.step_flags import Section
 
 _DIGEST = 8  # bytes
-_KEPT = 3  # exchanges whose facts are kept: with slow_node_tolerance a step waits for the one before
+_KEPT = 3  # exchanges whose facts are kept: where ranks may be late, a step waits for the one before
 _ATTRIBUTE = "attribute "  # begins facts about modules of which it is not known whether a forward runs them
 _REMEDY = "Every rank has to compute the same: look for values that depend on the rank, its data or its environment."
 
@@ -173,7 +173,7 @@ class SameOnRanks:
         covered, taken = [*self._noted, *now], len(self._noted)
         number = self._told[-1].number + 1 if self._told else 0
         self._told.append(_Exchange(number, self._dropped + taken, covered, taken))
-        return _flags(b"".join(snapshot.digest for snapshot in covered))
+        return _flags(b"".join([snapshot.digest for snapshot in covered]))
 
     def check(self, flags: Sequence[int]) -> None:
         """Check the outcome of the last exchange, or of the one before. Other exchanges need not be checked.
@@ -301,7 +301,7 @@ _NOTHING = (0,) * _DIGEST + (255,) * _DIGEST  # the flags where nothing is compa
 
 def _equal(flags: Sequence[int]) -> bool:
     """True if all ranks had the same digest: the maximum of a byte, and that of its complement, are complements."""
-    return all(one + other == 255 for one, other in zip(flags[:_DIGEST], flags[_DIGEST:], strict=True))
+    return [255 - byte for byte in flags[:_DIGEST]] == list(flags[_DIGEST:])
 
 
 def compare_models(

@@ -59,6 +59,11 @@ class ExchangedFlags:
             raise KeyError(f"There is no section {name!r} of the step's flags, which has {', '.join(self._places)}.")
         return self._row[self._places[name]]
 
+    def numbers(self) -> dict[str, list[int]]:
+        """The flags of each section by its name: read at once, as each look into a tensor takes a microsecond."""
+        row = self._row.tolist()
+        return {name: row[place] for name, place in self._places.items()}
+
     def copied(self) -> ExchangedFlags:
         """A copy, with the maxima. Waits for them."""
         self.wait()
@@ -80,6 +85,8 @@ class StepFlags:
     def __init__(self, peers: Ranks, sections: Iterable[Section]) -> None:
         self._peers = peers
         self._sections = list(sections)
+        self._told = [(section.name, section.launched) for section in self._sections if section.launched is not None]
+        self._handled = [(section.name, section.handle) for section in self._sections if section.handle is not None]
         names = [section.name for section in self._sections]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"Two sections of the step's flags are named {twice[0]!r}. Give each a name of its own.")
@@ -94,16 +101,14 @@ class StepFlags:
             places[section.name] = slice(start, len(row))
         flags = torch.frombuffer(row, dtype=torch.uint8)
         work = self._peers.host_max(flags, "used parameters")
-        for section in self._sections:
-            if section.launched is not None:
-                section.launched(work, flags[places[section.name]])
+        for name, tell in self._told:
+            tell(work, flags[places[name]])
         return ExchangedFlags(work, flags, places)
 
-    def handle(self, found: ExchangedFlags) -> None:
-        """Let the owners handle the maxima, which are there. Raises what they raise."""
-        for section in self._sections:
-            if section.handle is not None:
-                section.handle(found[section.name].tolist())
+    def handle(self, maxima: Mapping[str, Sequence[int]]) -> None:
+        """Let the owners handle the maxima, by name. Raises what they raise."""
+        for name, handle in self._handled:
+            handle(maxima[name])
 
     def nothing(self, like: ExchangedFlags) -> ExchangedFlags:
         """An exchange in which no rank had anything to tell, with as many flags as that one."""

@@ -10,7 +10,7 @@ for all parameters), and what is computed element by element (sharded_grad.py). 
 One exchange of flags (step_flags.py), launched when backward ends and waited for at the step, tells all ranks which
 parameters any of them used (reduced_grads.py, Note [Unused parameters]), and which buckets need a second reduction
 (grad_reducer.py, Note [When a bucket is ready]). What others have to tell travels with it. Where ranks do not wait for
-late ones (``communication.slow_node_tolerance``, stage 0) a step waits for the flags of the step before, every
+late ones (``GradientExchange.sums_late``, stage 0) a step waits for the flags of the step before, every
 parameter counts as used, and there are no second reductions.
 """
 
@@ -31,6 +31,7 @@ from lt_zero.common.phases import phase
 from lt_zero.core.comm.ranks import Ranks
 from lt_zero.core.comm.shard_group import ShardGroup, combine_rows
 from lt_zero.core.engine.bucket import Bucket
+from lt_zero.core.engine.exchange import GradientExchange
 from lt_zero.core.engine.grad_reducer import GradReducer
 from lt_zero.core.engine.parts import Parts
 from lt_zero.core.engine.sharded_grad import REMEDY, Place, ShardedGrad, ShardedValues, is_whole, local_rows, stand_in
@@ -49,9 +50,17 @@ def is_view(bucket: Bucket) -> bool:
     return is_whole(bucket) and dtype == bucket.dtype
 
 
+def _row_of_views(bucket: Bucket) -> Tensor | None:
+    """The gradients (1D, all elements) of which ``p.grad`` shows views; None: it shows stand-ins."""
+    grads = bucket.grads
+    if not is_view(bucket) or not (grads.accumulated or grads.local is not None):
+        return None
+    return grads.local if grads.local is not None else grads.write()
+
+
 def _with_gradients(places: set[Place]) -> set[Place]:
     """Those of the parameters that still have their gradients."""
-    return {(bucket, index) for bucket, index in places if index in bucket.grads.valid}
+    return {place for place in places if place[1] in place[0].grads.valid}
 
 
 def _replace(bucket: Bucket, index: int, value: Tensor, parts: Parts) -> None:
@@ -104,6 +113,7 @@ class GradViews:
     def __init__(self, peers: Ranks, buckets: list[Bucket], parts: Parts) -> None:
         self._peers = peers
         self._buckets = buckets
+        self._parameters = [((bucket, index), p) for bucket in buckets for index, p in enumerate(bucket.params)]
         self.parts = parts
         self.complete: Callable[[], None] = lambda: None
         self.shown: dict[Place, Tensor | None] = {}
@@ -148,9 +158,9 @@ class GradViews:
             if grads.local is not None or grads.partial or grads.values is not accumulator:
                 return False
         # Compare all parameters, not only those shown: a gradient may have been set where no rank had one.
+        shown = self.shown
         with without_torch_function():
-            places = ((bucket, index, p) for bucket in self._buckets for index, p in enumerate(bucket.params))
-            return all(p.grad is self.shown.get((bucket, index)) for bucket, index, p in places)
+            return all([parameter.grad is shown.get(place) for place, parameter in self._parameters])
 
     def put_aside(self) -> None:
         """Attach nothing until the first backward after ``aside`` is unset; clear what a step has used."""
@@ -171,7 +181,7 @@ class GradViews:
             return
         self._places, self.norms = places, {}
         self._accumulators = [bucket.grads.values for bucket in self._buckets]
-        views = {bucket: is_view(bucket) and not self.defers for bucket in {bucket for bucket, _ in places}}
+        rows = {bucket: None if self.defers else _row_of_views(bucket) for bucket in {bucket for bucket, _ in places}}
         # Guards would intercept each access to ``.grad``, although it needs no values.
         with without_torch_function():
             for bucket, index in places:
@@ -180,11 +190,12 @@ class GradViews:
                 if parameter.grad is not None:
                     self.shown[(bucket, index)] = None
                     continue
-                local = local_rows(bucket, index) if views[bucket] else []
-                grad: Tensor | None = self._hidden.get((bucket, index))
-                if local:
-                    grad = self.parts.show(parameter, local[0].view(bucket.shapes[index]))
-                elif grad is None:
+                row = rows[bucket]
+                grad: Tensor | None
+                if row is not None:
+                    span = bucket.layout.spans[index]
+                    grad = self.parts.show(parameter, row[span.lo : span.hi].view(span.shape))
+                elif (grad := self._hidden.get((bucket, index))) is None:
                     grad = self._stand_in(bucket, index)
                 parameter.grad = self.shown[(bucket, index)] = grad
         self._hidden = {}
@@ -255,7 +266,7 @@ class GradViews:
     def drop_cleared(self) -> None:
         """Clear the accumulators whose ``p.grad`` was set to None, to free memory before forward."""
         with without_torch_function():
-            cleared = [(bucket, index) for bucket, index in self.shown if bucket.params[index].grad is None]
+            cleared = [place for place in self.shown if place[0].params[place[1]].grad is None]
         if not cleared:
             return
         self._clear(cleared, self.shown)
@@ -268,7 +279,9 @@ class GradViews:
         gone: dict[Bucket, set[int]] = {}
         for bucket, index in cleared:
             gone.setdefault(bucket, set()).add(index)
-        left = {bucket for bucket, index in shown if index not in gone.get(bucket, ())}
+        left = set[Bucket]()
+        if len(cleared) < len(shown):
+            left = {bucket for bucket, index in shown if index not in gone.get(bucket, ())}
         for bucket, indices in gone.items():
             # Unused parameters were not shown; they are cleared with the last of the others.
             bucket.grads.clear(indices if bucket in left else bucket.grads.held)
@@ -294,7 +307,7 @@ class GradViews:
 
     def _in_order(self) -> list[Place]:
         """The places of all shown gradients, in the order of parameters."""
-        return [(b, i) for b in self._buckets for i in range(len(b.params)) if (b, i) in self._places]
+        return [place for place, _ in self._parameters if place in self._places]
 
     @torch.no_grad()
     def _compute_norms(self, norm_type: float) -> dict[Place, Tensor]:
@@ -350,7 +363,7 @@ class UnusedParameters:
         views: GradViews,
         reducer: GradReducer,
         news: Iterable[Section],
-        sums_late: bool,
+        exchange: GradientExchange,
     ) -> None:
         self._buckets = buckets
         self._views = views
@@ -365,7 +378,8 @@ class UnusedParameters:
             if bucket.is_wide:
                 self._wide.setdefault(bucket.group, []).append(bucket)
         # Ranks do not wait for late ones.
-        self._tolerates = sums_late and any(not bucket.sharding.optim for bucket in buckets)
+        self._exchange = exchange
+        self._tolerates = exchange.sums_late and any(not bucket.sharding.optim for bucket in buckets)
         self._flags: ExchangedFlags | None = None  # of the last backward
         self._wide_due = False  # the flags of ``_wide`` are not exchanged yet
         self._earlier: ExchangedFlags | None = None  # the flags of the step before, if ranks may be late
@@ -402,11 +416,15 @@ class UnusedParameters:
 
     def _report_used(self) -> list[bool]:
         """Report which parameters had a gradient on this rank; notes the ``late`` buckets."""
-        # Guards would intercept each access to ``.grad``, although it needs no values.
-        with without_torch_function():
-            got = [[p.grad is not None for p in b.params] for b in self._buckets]
-        self.late = {b for b, some in zip(self._buckets, got, strict=True) if any(some)}
-        return [g or i in b.grads.used for b, some in zip(self._buckets, got, strict=True) for i, g in enumerate(some)]
+        self.late = set()
+        flags = list[bool]()
+        for bucket in self._buckets:
+            got = bucket.which_have_grads()
+            if any(got):
+                self.late.add(bucket)
+            used = bucket.grads.used
+            flags += [has or index in used for index, has in enumerate(got)]
+        return flags
 
     def _take_nonfinite(self, flags: Sequence[int]) -> None:
         self.nonfinite = bool(flags[0])
@@ -436,12 +454,13 @@ class UnusedParameters:
             flags.wait()
         if self._wide_due:
             self._exchange_wide(flags)
+        maxima = flags.numbers()
         try:
-            self._step_flags.handle(flags)
+            self._step_flags.handle(maxima)
         except RuntimeError:
             self._flags = None
             raise
-        late = [bucket for bucket, flag in zip(self._buckets, flags["late"].tolist(), strict=True) if flag]
+        late = [bucket for bucket, flag in zip(self._buckets, maxima["late"], strict=True) if flag]
         if late:
             if stays:
                 # Detach first: the second reduction takes what ``p.grad`` has, and must not take stand-ins.
@@ -451,7 +470,7 @@ class UnusedParameters:
             flags["late"].zero_()
             self.late = set()
         used = set[Place]()
-        flagged = iter(flags["used"].tolist())
+        flagged = iter(maxima["used"])
         for bucket in self._buckets:
             valid, mine = bucket.grads.valid, islice(flagged, len(bucket.params))
             used |= {(bucket, index) for index, flag in enumerate(mine) if flag and index in valid}
@@ -503,12 +522,7 @@ class UnusedParameters:
             RuntimeError: there are gradients that no reduction has had.
         """
         if self.late:
-            names = ", ".join(bucket.name for bucket in self.late)
-            raise RuntimeError(
-                f"Gradients of {names} were set after backward. To reduce them all ranks would have to agree, and with "
-                "communication.slow_node_tolerance they do not wait for each other: remove the key, or set p.grad in a "
-                "backward hook."
-            )
+            self._exchange.refuse_second_reduction(", ".join(bucket.name for bucket in self.late))
         earlier = (self._earlier or self._step_flags.nothing(flags)).copied()
         self._earlier = flags
         earlier["used"].fill_(1)

@@ -38,7 +38,8 @@ log = logging.getLogger("lt_zero")
 
 def numbers_of(group: Options) -> Options:
     """A copy of a group's hyper-parameters, with numbers for tensors."""
-    numbers = {key: value for key, value in group.items() if key != "params"}
+    numbers = dict(group)
+    numbers.pop("params", None)
     numbers["lr"] = float(group["lr"])
     if "betas" in group:
         numbers["beta1"], numbers["beta2"] = numbers["betas"] = tuple(map(float, group["betas"]))
@@ -96,8 +97,10 @@ def _kernel_of(optimizer: Optimizer) -> Kernel | None:
 def is_plain(kernel: Kernel, group: Options) -> bool:
     """True if the kernel supports the group's options, and its numbers are on the host."""
     numbers = [group["lr"], *group.get("betas", ())]
-    on_host = all(not isinstance(n, Tensor) or (n.device.type == "cpu" and n.numel() == 1) for n in numbers)
-    return on_host and kernel.takes(group) and not group.get("capturable") and not group.get("differentiable")
+    for number in numbers:
+        if isinstance(number, Tensor) and (number.device.type != "cpu" or number.numel() != 1):
+            return False
+    return kernel.takes(group) and not group.get("capturable") and not group.get("differentiable")
 
 
 # ---- rows of elements ------------------------------------------------------------------------------------------------
@@ -380,12 +383,16 @@ class FusedStep:
         """The reason why the optimizer's own step runs; ``otherwise`` if that is because of buckets or the machine."""
         # The kernel runs where torch's step would begin: hooks around it, or a ``GradScaler`` that passes it a scale,
         # would come too late or find no fragments.
-        if any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf")) or any(
-            type(getattr(h, "__self__", None)).__name__ != "ShardedOptimizer" for h in step_hooks(self._optimizer)
-        ):
-            return "hooks or a GradScaler around it"
-        if not all(is_plain(self._kernel, group) for group in self._optimizer.param_groups):
-            return "options of its groups that the kernel has not, or a learning rate on a GPU"
+        optimizer = self._optimizer
+        around = "hooks or a GradScaler around it"
+        if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+            return around
+        for hook in step_hooks(optimizer):
+            if type(getattr(hook, "__self__", None)).__name__ != "ShardedOptimizer":
+                return around
+        for group in optimizer.param_groups:
+            if not is_plain(self._kernel, group):
+                return "options of its groups that the kernel has not, or a learning rate on a GPU"
         return otherwise
 
     def begin(self) -> None:

@@ -9,7 +9,7 @@ Note [Narrowing]
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Real
 from operator import is_
@@ -58,9 +58,12 @@ class ShardedParamGroups:
         self.engine, self.optimizer = engine, optimizer
         self._known: dict[int, list[Parameter]] = {}  # fragments by id of the parameter
         self._wide: list[list[Parameter]] | None = None  # the groups' parameters during a step
-        self._swapped: list[tuple[Parameter, Parameter]] = []  # (parameter, fragment) during a step
+        self._fragments: list[list[Parameter]] | None = None  # of the groups; None: ``narrow`` has to find them
+        self._swapped: list[tuple[Parameter, Parameter]] = []  # (parameter, fragment) of the groups
+        self._bucket_of: dict[int, Bucket] = {}  # by id of these fragments
         self._grouped: list[list[Parameter]] = []  # the groups' parameters that the places are of
         self._places: list[tuple[Bucket, int, Parameter]] = []
+        self._buckets: set[Bucket] = set()
         # Of the last ``members``: which places had master weights, which were used, and the result.
         self._members: tuple[list[bool], Container[tuple[Bucket, int]], dict[Bucket, list[StepParam]]] | None = None
 
@@ -75,7 +78,8 @@ class ShardedParamGroups:
         if id(parameter) in self._known:
             return self._known[id(parameter)]
         bucket, index = place
-        if _needs_no_master(bucket, parameter):
+        # Frozen, in a bucket that has never trained; the same on all ranks.
+        if not parameter.requires_grad and not bucket.weights.trains:
             return []
         bucket.weights.enable_training(bucket.name)
         shape, master = torch.Size(bucket.shapes[index]), bucket.weights.master
@@ -102,9 +106,17 @@ class ShardedParamGroups:
         groups = self.groups()
         if not _are_same(groups, self._grouped):
             owner = self.engine.owner
-            self._grouped, self._members = [list(params) for params in groups], None
+            self._grouped = [list(params) for params in groups]
+            self._members = None
+            self._fragments = None
             self._places = [(*owner[id(p)], p) for params in groups for p in params if id(p) in owner]
+            self._buckets = {bucket for bucket, _, _ in self._places}
         return self._places
+
+    def buckets(self) -> set[Bucket]:
+        """The buckets of ``places``: the same set until a group changes; the caller leaves it as it is."""
+        self.places()
+        return self._buckets
 
     def indices(self) -> dict[Bucket, set[int]]:
         """This optimizer's parameters in each bucket."""
@@ -122,8 +134,10 @@ class ShardedParamGroups:
         places = self.places()
         # Guards would intercept each access to ``requires_grad``, although it needs no values.
         with without_torch_function():
-            trained = [not _needs_no_master(bucket, parameter) for bucket, _, parameter in places]
-        if self._members is not None and self._members[:2] == (trained, used):
+            trained = [parameter.requires_grad or bucket.weights.trains for bucket, _, parameter in places]
+        if self._members is None or self._members[0] != trained:
+            self._fragments = None
+        elif self._members[1] == used:
             return dict(self._members[2])
         found: dict[Bucket, list[StepParam]] = {}
         for (bucket, index, parameter), trains in zip(places, trained, strict=True):
@@ -145,25 +159,31 @@ class ShardedParamGroups:
         return self._wide is not None
 
     def narrow(self) -> None:
-        """Replace parameters by fragments in groups and state. See Note [Narrowing]."""
+        """Replace parameters by fragments in groups and state, after ``members``. See Note [Narrowing]."""
         assert self._wide is None, "a step of this optimizer failed half way; its groups hold fragments"
         groups, state = self.optimizer.param_groups, self.optimizer.state
-        self._wide, self._swapped = [group["params"] for group in groups], []
-        for group in groups:
-            pairs = [(p, f) for p in group["params"] for f in self._known.get(id(p)) or self.of(p)]
-            group["params"] = [fragment for _, fragment in pairs]
-            self._swapped += [(p, fragment) for p, fragment in pairs if fragment is not p]
+        self._wide = [group["params"] for group in groups]
+        for group, fragments in zip(groups, self._fragments or self._find_fragments(), strict=True):
+            group["params"] = list(fragments)
         for p, fragment in self._swapped if state else ():
             if p in state:
                 state[fragment] = state.pop(p)
 
-    def drop(self, buckets: set[Bucket]) -> None:
+    def _find_fragments(self) -> list[list[Parameter]]:
+        """The fragments of the groups, kept until ``places`` or ``members`` find other ones."""
+        owner = self.engine.owner
+        pairs = [[(p, fragment) for p in params for fragment in self.of(p)] for params in self._grouped]
+        self._swapped = [(p, fragment) for some in pairs for p, fragment in some if fragment is not p]
+        self._bucket_of = {id(fragment): owner[id(p)][0] for p, fragment in self._swapped}
+        self._fragments = [[fragment for _, fragment in some] for some in pairs]
+        return self._fragments
+
+    def drop(self, buckets: Set[Bucket]) -> None:
         """Remove the fragments of stepped buckets from the groups, until ``widen``."""
         if buckets:
-            owner = self.engine.owner
-            done = {id(fragment) for p, fragment in self._swapped if owner[id(p)][0] in buckets}
+            bucket_of = self._bucket_of
             for group in self.optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if id(p) not in done]
+                group["params"] = [p for p in group["params"] if bucket_of.get(id(p)) not in buckets]
 
     def widen(self) -> None:
         """Undo ``narrow``; no-op if groups hold parameters."""
@@ -173,10 +193,11 @@ class ShardedParamGroups:
         for group, wide in zip(self.optimizer.param_groups, self._wide, strict=True):
             group["params"] = wide
         for p, fragment in self._swapped:
-            if fragment in state:
+            # torch computes the hash of a tensor in Python.
+            if state and fragment in state:
                 state[p] = state.pop(fragment)
             fragment.grad = None
-        self._wide, self._swapped = None, []
+        self._wide = None
 
     def adopt_state(self) -> None:
         """Shard and cast state that the constructor made in the parameters' full shape (Adagrad)."""
@@ -223,14 +244,10 @@ def _are_same(groups: Sequence[Sequence[Parameter]], others: Sequence[Sequence[P
     """True if both have the same parameters in the same order."""
     if len(groups) != len(others):
         return False
-    return all(
-        len(some) == len(other) and all(map(is_, some, other)) for some, other in zip(groups, others, strict=True)
-    )
-
-
-def _needs_no_master(bucket: Bucket, parameter: Parameter) -> bool:
-    """True if ``parameter`` is frozen, in a bucket that has never trained. The same on all ranks."""
-    return not parameter.requires_grad and not bucket.weights.trains
+    for some, other in zip(groups, others, strict=True):
+        if len(some) != len(other) or not all(map(is_, some, other)):
+            return False
+    return True
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
@@ -262,7 +279,7 @@ class StepOptions:
         members = [list(map(id, some)) for some in params]
         if members != self._members:
             self._see_members(members, params)
-        unfrozen = any(p.requires_grad for p in self._foreign)
+        unfrozen = any([p.requires_grad for p in self._foreign])
         if self._last is not None and unfrozen == bool(self._last.problem) and self._has_same(groups):
             return self._last
         values = self.values()
@@ -284,8 +301,10 @@ class StepOptions:
         """True if the groups have the very objects of the last snapshot, none of which can change in place."""
         if len(groups) != len(self._raw):
             return False
-        pairs = zip(groups, self._raw, strict=True)
-        return all(raw is not None and len(raw) == len(g) and all(map(is_, g.values(), raw)) for g, raw in pairs)
+        for group, raw in zip(groups, self._raw, strict=True):
+            if raw is None or len(raw) != len(group) or not all(map(is_, group.values(), raw)):
+                return False
+        return True
 
     def _see_members(self, members: list[list[int]], params: Sequence[Sequence[Any]]) -> None:
         self._foreign = [p for some in params for p in some if id(p) not in self._engine.owner]

@@ -37,10 +37,10 @@ from lt_zero.core.engine.bucket import Bucket, check_all
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.layout import Piece
 from lt_zero.core.engine.optimizer_spec import ExchangingOptimizer, NormedOptimizer
+from lt_zero.core.step.background_steps import BackgroundSteps, OverlappingOffload
 from lt_zero.core.step.full_norms import FullNorms
 from lt_zero.core.step.fused_step import FusedStep, Part
 from lt_zero.core.step.loaded_states import LoadedStates
-from lt_zero.core.step.overlap import Overlap
 from lt_zero.core.step.param_groups import (
     ShardedParamGroups,
     StepOptions,
@@ -69,6 +69,8 @@ _SWITCHES = ("train", "eval")  # methods of schedule-free optimizers that change
 
 class StepPath(Enum):
     """Ways to step a bucket, in the order of a step."""
+
+    __hash__ = object.__hash__  # Enum's is a function in Python, and a step looks up paths many times
 
     BACKGROUND = "the background thread, which publishes it, too"
     STREAMED = "one bucket at a time: its states are in files"
@@ -189,7 +191,9 @@ class ShardedOptimizer(ProcessLocal):
         fused = engine.options.fused_step and bool(FusedStep.operation_of(optimizer))
         self.fused = FusedStep(self.fragments, self._norms) if fused else None
         self.grads = ReducedGrads(self.fragments)
-        self.overlap = Overlap(self.fragments, self.fused, self.grads)
+        self.overlap = BackgroundSteps()
+        if isinstance(manager, OverlappingOffload):
+            self.overlap = manager.background_steps(self.fragments, self.fused, self.grads)
         manager.accept_partially_stepped()
         self.fragments.adopt_state()
         # Hooks and one attribute: the optimizer keeps its class, and copies and pickles have neither.
@@ -238,7 +242,7 @@ class ShardedOptimizer(ProcessLocal):
 
     def skips_on_device(self) -> bool:
         """True if kernels that take ``found_inf`` do all of a step."""
-        places, buckets = self.fragments.places(), self._buckets()
+        places, buckets = self.fragments.places(), self.fragments.buckets()
         if any(bucket.offloaded for bucket in buckets):
             # A step that the device skips would still be copied to the device or written to files.
             return False
@@ -249,9 +253,6 @@ class ShardedOptimizer(ProcessLocal):
         assert self.fused is not None
         self.fused.uncount()
 
-    def _buckets(self) -> set[Bucket]:
-        return {bucket for bucket, _, _ in self.fragments.places()}
-
     # ---- the plan ----------------------------------------------------------------------------------------------
 
     def _plan_step(self, used: dict[Bucket, list[int]]) -> list[BucketStep]:
@@ -261,7 +262,7 @@ class ShardedOptimizer(ProcessLocal):
         """
         members = self.fragments.members({(bucket, index) for bucket, indices in used.items() for index in indices})
         overlaps = self.engine.offload_manager.overlaps  # the same on all ranks
-        early = self.overlap.take_early(used) if overlaps else set()
+        early = self.overlap.take_early(used) if overlaps else frozenset[Bucket]()
         for bucket in early:
             members.pop(bucket, None)
         check_all(members)
@@ -331,7 +332,6 @@ class ShardedOptimizer(ProcessLocal):
                 self._step_kernel([step])
                 # Refresh now to give the staging buffer back: jobs that were handed over earlier wait for one.
                 step.bucket.weights.refresh()
-            # See overlap.py, Note [Beside the next forward].
             self.overlap.hand_over(step.bucket, step.parts)
         self._step_streamed(steps[StepPath.STREAMED], method)
         for step in steps[StepPath.HOST]:
@@ -506,7 +506,7 @@ class ShardedOptimizer(ProcessLocal):
         self.widen()
         self.engine.grad_views.spend()
         # The background thread publishes the buckets in ``late`` when it has stepped them.
-        self.engine.publish(self._buckets() - self.overlap.late)
+        self.engine.publish(self.fragments.buckets() - self.overlap.late)
         if self.engine.offload_manager.overlaps:
             self.overlap.end_step()
 
@@ -527,11 +527,11 @@ class ShardedOptimizer(ProcessLocal):
         """Call a method of the optimizer that changes weights, on fragments as in ``step``. Collective."""
         self.before_state_dict()
         self.engine.finish_steps()
-        buckets = self._buckets()
+        buckets = self.fragments.buckets()
+        members = self.fragments.members(())
         self.fragments.narrow()
         self.engine.before_write()
         try:
-            members = self.fragments.members(())
             self._run(self._plan(members, members, set()), method)
             result = method()
             self._finish()
@@ -581,7 +581,7 @@ class ShardedOptimizer(ProcessLocal):
         self.before_state_dict()
         self.engine.finish_steps()
         if not self._by_bucket:
-            for bucket in self._buckets():
+            for bucket in self.fragments.buckets():
                 for store in bucket.step_stores():
                     # Mark the states as changed: the caller of ``state_dict`` may edit them.
                     store.write()

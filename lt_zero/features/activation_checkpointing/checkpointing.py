@@ -60,7 +60,6 @@ from lt_zero.features.activation_checkpointing.reuse import Arena, LoanPool, Mem
 from lt_zero.features.activation_checkpointing.saved_activations import ActivationFiles, Storage
 from lt_zero.features.activation_checkpointing.state import Caches, ForwardState, SavedState
 from lt_zero.features.activation_checkpointing.stores import ActivationStore, InputStore
-from lt_zero.offload.host_store import is_apart
 
 Around = Callable[[str, bool], AbstractContextManager[Any]]
 
@@ -374,10 +373,11 @@ def open_store(
     """
     pinned = partial(host_buffer, pin=accelerator.is_accelerator(device))
     splitting = ranks if block.partition_activations else None
-    in_host, in_one_block = block.cpu_checkpointing and is_apart(device), block.contiguous_memory_optimization
+    in_host = block.cpu_checkpointing and accelerator.is_apart(device)
+    in_one_block = block.contiguous_memory_optimization
     if block.nvme_path is not None:
         kept = ActivationFiles(block.nvme_path, rank, files or io_options(Aio()))
-        storage = Storage(LoanPool(pinned), device, is_apart(device), kept)
+        storage = Storage(LoanPool(pinned), device, accelerator.is_apart(device), kept)
     elif in_host or in_one_block or splitting is not None:
         make = pinned if in_host else partial(torch.empty, dtype=torch.uint8, device=device)
         memory: Memory = LoanPool(make)
@@ -445,7 +445,7 @@ def install(engine: Engine, config: Schema) -> Checkpointing | Attendance | None
     if block.nvme_path is not None:
         made.where = f", inputs in files in {block.nvme_path}"
     elif block.cpu_checkpointing:
-        made.where = f", inputs in host memory{one}" + ("" if is_apart(device) else " (the model's device)")
+        made.where = f", inputs in host memory{one}" + ("" if accelerator.is_apart(device) else " (the model's device)")
     if parts:
         made.where = (made.where or ", inputs on the device") + parts
     if block.memory_budget is not None:

@@ -33,10 +33,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lt_zero.common import accelerator
-from lt_zero.common.compat import version_of, view_base
+from lt_zero.common.compat import local_of, version_of, view_base
 from lt_zero.core.stores.thread_pool import SwapError
 from lt_zero.features.activation_checkpointing.saved_activations import Storage, changed
-from lt_zero.parallel.local import local_of
 
 _MIN_BYTES = 4096  # bytes; storing a smaller tensor costs more than it saves
 _PREFETCH = 2  # tensors to prefetch in backward

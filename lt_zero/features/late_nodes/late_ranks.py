@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -97,6 +98,14 @@ class TolerantExchange(PlainExchange):
     @override
     def bind(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = list(buckets)
+
+    @override
+    def refuse_second_reduction(self, names: str) -> NoReturn:
+        raise RuntimeError(
+            f"Gradients of {names} were set after backward. To reduce them all ranks would have to agree, and with "
+            "communication.slow_node_tolerance they do not wait for each other: remove the key, or set p.grad in a "
+            "backward hook."
+        )
 
     @override
     def missing_share(self) -> float:

@@ -12,8 +12,10 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lt_zero.common.codec import Codec
+from lt_zero.common.errors import ConfigError
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.core.comm.work import Work
 from lt_zero.core.engine.bucket import Bucket, GatherStrategy
@@ -107,6 +109,15 @@ class RestingGather(GatherStrategy):
 
     def place(self, place: Place, device: torch.device) -> Place:
         return coded_place(place, self._codec, device)
+
+    @override
+    def check_training(self, name: str) -> None:
+        raise ConfigError.about(
+            "quantize",
+            f"quantize: {name} has parameters that require gradients, and rests in codes of few bits, which cannot be "
+            "trained. Freeze them (requires_grad_(False)), or train adapters beside them; to train them, remove the "
+            "key, or unfreeze them before set-up: then they rest in full.",
+        )
 
     def launch(self, bucket: Bucket) -> Work:
         with bucket.weights.gather_source.source(bucket.shard) as codes:

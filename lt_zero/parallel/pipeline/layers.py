@@ -17,7 +17,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lt_zero.common.errors import ConfigError, add_note
 from lt_zero.common.names import merged
+from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import PipelineParallel
+from lt_zero.core.division import PartOfRun
 from lt_zero.core.engine.same_on_ranks import model_facts
 from lt_zero.parallel.pipeline.models import ModelParts, fill, targets_of
 from lt_zero.parallel.pipeline.partition import divide, forward_seconds, own_numels, weights_of
@@ -46,7 +48,7 @@ class Manner(NamedTuple):
     packs: bool = False
 
 
-class Pipeline(nn.Module):
+class Pipeline(PartOfRun):
     """Layers that run one after the other, each on one rank of a pipeline.
 
     Make it in ``configure_model`` of a LightningModule, and call it in ``training_step`` with the whole batch: it cuts
@@ -146,12 +148,13 @@ class Pipeline(nn.Module):
                 "configuration, or pipeline_parallel_size of the strategy, or remove num_stages.",
             )
 
-    def join(self, block: PipelineParallel) -> None:
+    def follow(self, config: ZeroConfig) -> None:
         """Follow the configuration of a run, which may not have been known when layers were made.
 
         Raises:
             ConfigError: it contradicts how they were made.
         """
+        block = config.pipeline
         made, name = self.position.block, type(self).__name__
         asked: dict[str, tuple[Any, Any]] = {"seed_layers": (block.seed_layers or made.seed_layers, made.seed_layers)}
         if self.position.ranks > 1:
@@ -596,17 +599,10 @@ def pipelines_in(module: nn.Module) -> Iterator[tuple[str, Pipeline]]:
     yield from ((name, child) for name, child in module.named_modules() if isinstance(child, Pipeline))
 
 
-def join_pipelines(module: nn.Module, block: PipelineParallel) -> None:
-    """Let the pipelines in ``module`` follow the configuration of a run.
-
-    Raises:
-        ConfigError: as ``Pipeline.join``; or it says something about layers, and there is no pipeline.
-    """
-    key, interval, found = "pipeline.activation_checkpoint_interval", block.activation_checkpoint_interval, False
-    for _, pipeline in pipelines_in(module):
-        pipeline.join(block)
-        found = True
-    if interval and not found:
+def refuse_interval(module: nn.Module, block: PipelineParallel) -> None:
+    """Raise ConfigError if the configuration says how layers are recomputed, and ``module`` has no pipeline."""
+    key, interval = "pipeline.activation_checkpoint_interval", block.activation_checkpoint_interval
+    if interval and not any(pipelines_in(module)):
         raise ConfigError.about(
             key,
             f"{key}={interval} recomputes layers of a lt_zero.parallel.Pipeline, and {type(module).__name__} has none. "

@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lt_zero.common.errors import ConfigError
+from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import PipelineParallel
 from lt_zero.config.load import examine
 from lt_zero.core.comm.process_groups import rank_and_size
@@ -48,6 +49,8 @@ class PipelineModule(Pipeline):
         ConfigError: ``num_stages`` does not divide the ranks, or is more than the layers; a value is no valid one.
         ValueError: an argument has no meaning here.
     """
+
+    loop_engine = "lt_zero.training.loop.pipeline_engine:PipelineEngine"
 
     def __init__(
         self,
@@ -100,6 +103,23 @@ class PipelineModule(Pipeline):
         )
         given = loss_fn if loss_fn is not None else _own_loss
         super().__init__(list(layers), given, position=_position(num_stages, block), manner=manner)
+
+    def adapted(self, config: ZeroConfig) -> ZeroConfig:
+        """The configuration for so many stages as it is made for.
+
+        Raises:
+            ConfigError: it says another number.
+        """
+        stages = self.position.ranks
+        if config.pipeline.stages not in ("auto", stages):
+            told = f"{_STAGES}={config.pipeline.stages}"
+            text = f"{told}, but the model is PipelineModule(num_stages={stages}). Remove the key."
+            raise ConfigError.about(_STAGES, text)
+        overrides = [f"{_STAGES}={stages}"]
+        count = config.pipeline.num_microbatches
+        if count is not None and config.gradient_accumulation_steps is None:
+            overrides.append(f"gradient_accumulation_steps={count}")
+        return examine(config, overrides=overrides).usable()
 
 
 def _own_loss(output: Any, labels: Any) -> Any:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from lt_zero.config.blocks import PipelineParallel
+from lt_zero.core import division
 from lt_zero.core.comm.process_groups import exists
-from lt_zero.core.comm.world import World
+from lt_zero.core.division import Division
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,17 @@ class Position:
         return stage % self.ranks
 
 
-# Of the run that this process has joined last, and its ranks; None: of ``at``.
-_current: list[tuple[Position, weakref.ref[World] | None]] = []
+_planned: list[Position] = []  # of the contexts ``at`` that this process is in
 
 
 def current() -> Position:
     """Position in the run that this process has joined last; that of a single rank without one."""
-    for position, known in _current:
-        world = known() if known is not None else None
-        if known is None or (world is not None and (world.process_group is None or exists(world.process_group))):
-            return position
-    return Position()
+    if _planned:
+        return _planned[-1]
+    run = _run()
+    if run is None:
+        return Position()
+    return run.find(Position) or Position(block=run.config.pipeline)
 
 
 def of_first_rank(call: Callable[[], Any]) -> Any:
@@ -62,31 +62,28 @@ def of_first_rank(call: Callable[[], Any]) -> Any:
     Raises:
         Exception: what it raises; RuntimeError where only other ranks failed.
     """
-    known = _current[-1][1] if _current else None
-    world = known() if known is not None else None
-    if world is None:
+    run = _run() if not _planned else None
+    if run is None:
         return call()
-    with world.agree("measuring layers of a pipeline", RuntimeError):
+    with run.world.agree("measuring layers of a pipeline", RuntimeError):
         found = call()
-    return world.host_broadcast(found, "layers of a pipeline")
+    return run.world.host_broadcast(found, "layers of a pipeline")
 
 
-def enter(position: Position, world: World) -> None:
-    """Begin a run of ``world``: until it is gone, or ``leave``, pipelines are made for it."""
-    _current[:] = [(position, weakref.ref(world))]
-
-
-def leave() -> None:
-    """End it."""
-    _current.clear()
+def _run() -> Division | None:
+    """The run that this process has joined last, if its process group is still there."""
+    run = division.current()
+    if run is None or run.known is None:
+        return None
+    group = run.world.process_group
+    return run if group is None or exists(group) else None
 
 
 @contextmanager
 def at(position: Position) -> Iterator[None]:
     """Context in which pipelines are made for ``position``."""
-    before = list(_current)
-    _current[:] = [(position, None)]
+    _planned.append(position)
     try:
         yield
     finally:
-        _current[:] = before
+        _planned.pop()

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lt_zero.common import accelerator
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.transformers_models import sequences_of
 from lt_zero.parallel.sequence.ranks import SequenceRanks, current
 
 SIZE = "sequence_parallel_size"
@@ -306,14 +307,6 @@ def _unknown(what: str, module: nn.Module | None) -> ConfigError:
 def _rows_of(entries: Mapping[str, Any]) -> tuple[int, torch.device]:
     tokens = next(entries[key] for key in ("input_ids", "inputs_embeds") if isinstance(entries.get(key), Tensor))
     return tokens.shape[0], tokens.device
-
-
-def sequences_of(positions: Any) -> Tensor | None:
-    """The numbers of sequences in rows, [batch, length], by positions that begin anew; None: a row is one sequence."""
-    if not isinstance(positions, Tensor) or positions.dim() != 2:
-        return None
-    starts = torch.diff(positions, prepend=positions[:, :1] - 1) != 1
-    return starts.cumsum(-1) if bool(starts.any()) else None
 
 
 def _padded_mask(mask: Tensor | None, added: int, ranks: SequenceRanks, takes: Takes, length: int) -> Tensor | None:

@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -22,10 +22,9 @@ from torch.nn import functional as F
 
 from lt_zero.common import accelerator
 from lt_zero.common.errors import ConfigError
-from lt_zero.common.module_hooks import Hook, ProcessLocal
-from lt_zero.common.users_code import warn
+from lt_zero.common.transformers_models import mixes_whole_rows, models_of
 from lt_zero.parallel.sequence.attention import sequence_attention
-from lt_zero.parallel.sequence.batches import IGNORED, SIZE, Takes, last_layout, means_are_of_user, sequences_of
+from lt_zero.parallel.sequence.batches import IGNORED, SIZE, Takes, last_layout, means_are_of_user
 from lt_zero.parallel.sequence.loss import token_mean
 from lt_zero.parallel.sequence.ranks import SequenceRanks, current
 
@@ -60,58 +59,15 @@ def register() -> Any:
     return transformers
 
 
-def models_of(module: nn.Module) -> list[Any]:
-    """The models of transformers in a module, without those that are inside of others."""
-    base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
-    if base is None:
-        return []
-    if isinstance(module, base):
-        return [module]
-    return [found for child in module.children() for found in models_of(child)]
-
-
-def attentions(module: nn.Module) -> dict[str, str]:
-    """The implementations of attention of the models of transformers in a module, which may depend on the machine."""
-    found = [(type(model).__name__, getattr(model.config, "_attn_implementation", None)) for model in models_of(module)]
-    return {f"attn_implementation of {kind} {number}": str(chosen) for number, (kind, chosen) in enumerate(found)}
-
-
-def warn_of_caches(module: nn.Module) -> None:
-    """Let models of transformers warn at their first forward of training if a cache mixes up sequences in a row."""
-    for model in models_of(module):
-        if "position_ids" in inspect.signature(model.forward).parameters:
-            _CacheWarning(model)
-
-
-class _CacheWarning(ProcessLocal):
-    """Warns of packed rows and a cache, with which transformers makes no mask that keeps their sequences apart."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._handle = model.register_forward_pre_hook(Hook(self.examine), with_kwargs=True)
-
-    def examine(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not model.training:
-            return
-        self._handle.remove()
-        cached = kwargs.get("use_cache")
-        cached = getattr(model.config, "use_cache", False) if cached is None else cached
-        if not cached or getattr(model, "is_gradient_checkpointing", False):  # which turns caches off
-            return
-        ranks = current()
-        if ranks is None:
-            alone = kwargs.get("attention_mask") is None
-            packed = alone and sequences_of(kwargs.get("position_ids")) is not None
-            what = "lets the sequences of a row see each other"
-        else:
-            layout = last_layout(ranks)
-            packed = layout is not None and layout.sequences is not None
-            what = f"lets the sequences of a row see each other without {SIZE}, which keeps them apart"
-        if packed:
-            warn(
-                f"Rows hold several sequences (position_ids begin anew), and {type(model).__name__} has a cache "
-                f"(use_cache=True, transformers' default), with which it {what}. Set model.config.use_cache=False for "
-                "training: each sequence then sees itself only, with any number of ranks."
-            )
+def mixes_parts_of_rows(inputs: Mapping[str, Any]) -> str:
+    """``transformers_models.mixes_whole_rows`` where ranks have parts of rows."""
+    ranks = current()
+    if ranks is None:
+        return mixes_whole_rows(inputs)
+    layout = last_layout(ranks)
+    if layout is None or layout.sequences is None:
+        return ""
+    return f"lets the sequences of a row see each other without {SIZE}, which keeps them apart"
 
 
 def switch(module: nn.Module, ranks: SequenceRanks, tensor: int = 1) -> Takes:

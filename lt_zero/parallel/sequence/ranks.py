@@ -9,7 +9,6 @@ Note [Order of tokens]
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ from torch import Tensor
 from lt_zero.common.errors import ConfigError
 from lt_zero.core.comm.process_groups import exists
 from lt_zero.core.comm.ranks import Ranks
-from lt_zero.core.comm.sequence import ProcessGroup, SequenceGroup
+from lt_zero.core.comm.sequence import SequenceGroup
+from lt_zero.core.division import current_row_ranks
 
 METHODS = ("ulysses", "gather")
 
@@ -116,49 +116,29 @@ def from_zigzag(x: Tensor, dim: int, parts: int) -> Tensor:
     return torch.cat([*chunks[::2], *reversed(chunks[1::2])], dim)
 
 
-# Of the run that this process has joined last, whose mesh owns it.
-_current: list[weakref.ref[SequenceRanks]] = []
+_whole: list[bool] = []  # has an entry inside of ``whole_sequences``
 
 
 def current() -> SequenceRanks | None:
     """The sequence ranks of the run that this process has joined last; None if sequences are not cut, or it is over."""
-    ranks = _current[0]() if _current else None
-    group = ranks.group.process_group if ranks is not None else None
+    ranks = current_row_ranks()
+    assert ranks is None or isinstance(ranks, SequenceRanks)
+    return ranks
+
+
+def in_use(ranks: SequenceRanks | None) -> SequenceRanks | None:
+    """The sequence ranks of a run, or None where they are gone, and inside of ``whole_sequences``."""
+    if ranks is None or _whole:
+        return None
+    group = ranks.group.process_group
     return ranks if group is None or exists(group) else None
-
-
-def group_of(group: ProcessGroup | None, device: torch.device) -> SequenceGroup | None:
-    """The ranks that have parts of whole sequences of tensors on ``device``; None if this one has all of them.
-
-    ``group``: what a user has asked for; None: the ranks of the run.
-
-    Raises:
-        ConfigError: ranks of the run gather keys, so that none has whole sequences.
-    """
-    ranks = current()
-    if group is not None and (ranks is None or group is not ranks.group.process_group):
-        made: SequenceGroup = SequenceGroup.of(group, device)
-        return made
-    if ranks is not None and ranks.parts > 1:
-        raise ConfigError.about(
-            "sequence_parallel.method",
-            f'method="{ranks.method}" with gather={ranks.parts} does not give sparse attention whole sequences. Use '
-            'method="ulysses" with gather=1.',
-        )
-    return ranks.group if ranks is not None else None
 
 
 @contextmanager
 def whole_sequences() -> Iterator[None]:
     """Context in which this rank computes whole sequences, as in a run that does not cut them."""
-    interrupted = list(_current)
-    use(None)
+    _whole.append(True)
     try:
         yield
     finally:
-        _current[:] = interrupted
-
-
-def use(ranks: SequenceRanks | None) -> None:
-    """Begin a run in which sequences are cut over ``ranks``, until they are gone; None: end it."""
-    _current[:] = [] if ranks is None else [weakref.ref(ranks)]
+        _whole.pop()

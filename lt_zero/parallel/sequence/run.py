@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.transformers_models import models_of
 from lt_zero.common.users_code import warn
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.engine import Engine
@@ -35,7 +36,7 @@ from lt_zero.parallel.sequence.batches import (
     means_are_of_user,
     model_takes,
 )
-from lt_zero.parallel.sequence.huggingface import models_of, switch
+from lt_zero.parallel.sequence.huggingface import switch
 from lt_zero.parallel.sequence.loss import means_taken
 from lt_zero.parallel.sequence.ranks import SequenceRanks, whole_sequences
 

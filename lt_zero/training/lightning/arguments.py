@@ -90,20 +90,20 @@ _START_METHODS = "popen", "spawn", "fork", "forkserver"  # of Lightning
 
 def with_sizes_of_mesh(
     overrides: Sequence[str],
-    tensor: int | None,
-    pipeline: int | None,
-    sequence: int | None,
-    expert: int | None,
-    replicas: int | None,
+    tensor_parallel_size: int | None,
+    pipeline_parallel_size: int | None,
+    sequence_parallel_size: int | None,
+    expert_parallel_size: int | None,
+    dp_replicate_size: int | None,
 ) -> Sequence[str]:
     """The overrides of a strategy with its numbers of ranks along the axes of parallelism, checked as the keys are."""
-    experts = to_whole_number(expert)
+    experts = to_whole_number(expert_parallel_size)
     keys = {
-        "tensor_parallel.autotp_size": tensor,
-        "pipeline.stages": pipeline,
-        "sequence_parallel_size": sequence,
-        "expert_parallel.autoep_size": expert,
-        f"{_ZERO}dp_replicate_size": replicas,
+        "tensor_parallel.autotp_size": tensor_parallel_size,
+        "pipeline.stages": pipeline_parallel_size,
+        "sequence_parallel_size": sequence_parallel_size,
+        "expert_parallel.autoep_size": expert_parallel_size,
+        f"{_ZERO}dp_replicate_size": dp_replicate_size,
         "expert_parallel.enabled": str(experts > 1).lower() if type(experts) is int else None,
     }
     given = [f"{key}={value}" for key, value in keys.items() if value is not None]

@@ -17,11 +17,11 @@ Note [Callbacks that restore]
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -31,11 +31,7 @@ from omegaconf import Container
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lt_zero.checkpoint.export import export
-from lt_zero.checkpoint.formats.reading import explained
 from lt_zero.checkpoint.last import tell_of_newer
-from lt_zero.checkpoint.live_weights import export_engine, kept_names
-from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import is_url, plain_path, remove
 from lt_zero.checkpoint.native.load import (
     as_lightning,
@@ -51,6 +47,7 @@ from lt_zero.checkpoint.native.load import (
 from lt_zero.checkpoint.native.pieces import full_optimizer_state, optimizer_fragments, parameter_names
 from lt_zero.checkpoint.native.plain import restore, to_plain
 from lt_zero.checkpoint.native.save import LT_ZERO
+from lt_zero.checkpoint.native.saved_file import explained
 from lt_zero.checkpoint.open import (
     Identity,
     OpenedCopy,
@@ -61,15 +58,16 @@ from lt_zero.checkpoint.open import (
     opened_source,
     reading,
 )
+from lt_zero.common.compat import is_distributed
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import gc_disabled
+from lt_zero.common.places import load
 from lt_zero.common.plain_names import names_of
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.core.engine.averaged_weights import average_of
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.guard import owner_of
 from lt_zero.core.engine.lazy_tensor import LazyTensor, read_now
-from lt_zero.parallel.local import is_distributed
 from lt_zero.training.checkpoints import (
     Progress,
     Saving,
@@ -88,6 +86,25 @@ from lt_zero.training.lightning.uploads import upload_directories
 
 _HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 _HPARAMS_TYPE = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE
+
+
+_GATHERS = "stage3_gather_16bit_weights_on_model_save"
+
+
+class Beside(Protocol):
+    """Files beside checkpoints, which ``_GATHERS`` asks for: weights_beside.py."""
+
+    def check(self, path: str) -> None:
+        """Check the path of a checkpoint before anything is written. Raises CheckpointError."""
+
+    def writer(self) -> Callable[[str], None]:
+        """A function that writes the file of a saved directory, in any thread. Collective."""
+
+    def write(self, path: str) -> None:
+        """Write the file of a checkpoint that is no directory. Collective."""
+
+    def remove(self, path: str) -> None:
+        """Remove the file of a checkpoint."""
 
 
 class CheckpointService:
@@ -109,7 +126,9 @@ class CheckpointService:
 
         Raises:
             ValueError: as ``writes_directories``.
+            ConfigError: exports, which the configuration asks for, are not installed.
         """
+        _beside(run)
         self._directories = writes_directories(run.config, run.checkpoint_io)
         if self._directories:
             upload_directories(run)
@@ -158,12 +177,12 @@ class CheckpointService:
             raise TypeError("Sharded checkpoints do not support storage_options: set checkpoint.format='full'.")
         content, engine = self._collect(run, checkpoint, path), run.engine
         names = [parameter_names(optimizer, engine) for optimizer in run.optimizers]
-        kept = kept_names(engine) if run.config.zero_optimization.stage3_gather_16bit_weights_on_model_save else []
-        trainer, then = run.trainer, partial(_export_beside, run, kept)
+        files, trainer = _beside(run), run.trainer
+        then: Callable[[str], object] = files.writer() if files is not None else lambda path: None
         ends = trainer is None or not trainer.training or trainer.state.status == TrainerStatus.INTERRUPTED
         background = run.config.checkpoint.async_save and not (ends or self._synchronous)
         about = run.config, run.shown, engine.policy.mode, self._frozen
-        saving = Saving(content, names, *about, then, run.session.peers.ranks)
+        saving = Saving(content, names, *about, then, run.session.division.peers.ranks)
         run.session.saver.save(saving, path, engine.world, background)
 
     def _collect(self, run: RunSnapshot, checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -174,12 +193,12 @@ class CheckpointService:
             content[LT_ZERO] = {**content.get(LT_ZERO, {}), "hparams": "omegaconf"}
         if run.world is not None and "optimizer_states" in checkpoint:
             states = run.world.host_gather(self._data.state_dict(), "random states")
-            content[POSITION] = run.session.of_data_ranks(states)
+            content[POSITION] = [states[rank] for rank in run.session.division.firsts]
             if run.built is not None:
                 content |= beside({"": run.built}, sharded=self._directories)
         self.wait(run)
-        # Refuse a URL before anything is written.
-        _file_beside(run, path)
+        if (files := _beside(run)) is not None:
+            files.check(path)
         return content
 
     def _save_file(self, run: RunSnapshot, checkpoint: Mapping[str, Any], path: str, storage_options: Any) -> None:
@@ -198,8 +217,8 @@ class CheckpointService:
                 found[LT_ZERO]["frozen_left_out"] = list(self._frozen)
             if run.rank == 0:
                 write_file(run.checkpoint_io, found, path, storage_options)
-        if run.built is not None and (beside := _file_beside(run, path)) is not None:
-            export_engine(run.built, *beside)
+        if run.built is not None and (files := _beside(run)) is not None:
+            files.write(path)
 
     # ---- saves in the background ---------------------------------------------------------------------------------
 
@@ -366,7 +385,7 @@ class CheckpointService:
             check_schedule(state, config.scheduler, checkpoint.get(LT_ZERO, {}).get("path") or "The checkpoint")
         if POSITION in checkpoint:
             with run.agree("restoring random states and the position in the data", CheckpointError):
-                self._data.load(checkpoint[POSITION], run.session.data_rank, run.session.data_ranks)
+                self._data.load(checkpoint[POSITION], run.session.division.data_rank, run.session.division.data_ranks)
         if not states and (how.load_module_only or not how.load_optimizer_states):
             return
         Progress.of(checkpoint).restore(run.engine, None)  # Lightning gives the loss scale to the precision plugin
@@ -404,40 +423,21 @@ def _is_spec(value: Any) -> bool:
 def _remove(run: RunSnapshot, path: str) -> None:
     if run.rank == 0:
         remove(path) if os.path.isdir(path) else run.checkpoint_io.remove_checkpoint(path)
-        if not is_url(path) and (found := _file_beside(run, path)) is not None:
-            found[0].unlink(missing_ok=True)
+        if (files := _beside(run)) is not None:
+            files.remove(path)
 
 
-def _export_beside(run: RunSnapshot, kept: Sequence[str], path: str) -> None:
-    """Write the weights of the saved directory to one file, without gathering, if that is configured. In any thread.
-
-    ``kept``: names of those that stay in fp32.
-    """
-    if (beside := _file_beside(run, path)) is not None:
-        export(Archive(path), *beside, keep_fp32=kept, strip_prefix="")
-
-
-def _file_beside(run: RunSnapshot, path: str) -> tuple[Path, torch.dtype] | None:
-    """The file of ``stage3_gather_16bit_weights_on_model_save`` with all weights next to a checkpoint, or None.
-
-    There is none next to those of SLURM's requeue.
+def _beside(run: RunSnapshot) -> Beside | None:
+    """The files beside checkpoints; None: the configuration asks for none.
 
     Raises:
-        CheckpointError: the checkpoint is at a URL.
+        ConfigError: exports are not installed.
     """
-    if not run.config.zero_optimization.stage3_gather_16bit_weights_on_model_save:
+    if not getattr(run.config.zero_optimization, _GATHERS):
         return None
-    if Path(path).name.startswith("hpc_ckpt_"):
-        # Such a checkpoint is for a requeue alone, and Lightning takes any file of that name for one.
-        return None
-    if is_url(path):
-        raise CheckpointError(
-            f"stage3_gather_16bit_weights_on_model_save writes a local file, and {path} is a URL: set it to false "
-            "and use `lt-zero export`."
-        )
-    bf16 = run.built is not None and run.built.policy.compute == torch.bfloat16
-    file = Path(path).with_name(f"{Path(path).name.removesuffix('.ckpt')}-{'bf16' if bf16 else 'fp16'}.pt")
-    return file, torch.bfloat16 if bf16 else torch.float16
+    place = "lt_zero.training.lightning.weights_beside:WeightsBeside"
+    made: Beside = load(place, f"zero_optimization.{_GATHERS}", "the export of weights")(run)
+    return made
 
 
 def _of_plugin(plugin: Callable[[], Mapping[str, Any]], file: str | os.PathLike[str] | None) -> Any:

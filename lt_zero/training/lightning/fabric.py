@@ -23,37 +23,32 @@ from lt_zero.checkpoint.native.directory import plain_path
 from lt_zero.checkpoint.native.load import engine_of, restore_weights
 from lt_zero.checkpoint.native.save import FABRIC
 from lt_zero.checkpoint.open import load_same
-from lt_zero.common import accelerator
 from lt_zero.common.garbage import without_gc
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face, check_face
 from lt_zero.config.blocks import ActivationCheckpointing
-from lt_zero.config.load import examine, shown
-from lt_zero.core.comm.process_groups import begin_restarted, check_device, init_alone, is_chosen, joining
+from lt_zero.config.load import shown
+from lt_zero.core.comm.process_groups import is_chosen
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World, together
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.guard import owner_of
-from lt_zero.core.engine.materialize import ConstructionSharder
-from lt_zero.core.health.before_joining import met, watch_start
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
-from lt_zero.parallel.mesh import DeviceMesh
-from lt_zero.parallel.sequence.batches import HOOK
 from lt_zero.training.checkpoints import Saving, export_weights, whole_weights
-from lt_zero.training.lightning.arguments import check_launch, explained, with_sizes_of_mesh
+from lt_zero.training.lightning.arguments import explained
 from lt_zero.training.lightning.checkpoint_plugin import writes_directories
 from lt_zero.training.lightning.data_position.loop import LoopLoader
 from lt_zero.training.lightning.data_position.position import is_stateful, tracked
 from lt_zero.training.lightning.fabric_items import FabricItems, ShardedModule, optimizer_state, whole
-from lt_zero.training.lightning.launchers import FabricLauncher, choose_start
-from lt_zero.training.lightning.place import launched_place, place_of
+from lt_zero.training.lightning.launchers import FabricLauncher
 from lt_zero.training.lightning.precision import ZeroPrecision
-from lt_zero.training.session import Session, move_buffers
+from lt_zero.training.lightning.sharded_strategy import ShardedStrategy
+from lt_zero.training.session import move_buffers
 
 log = logging.getLogger("lt_zero")
 
 
-class FabricZeroStrategy(DDPStrategy):
+class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
     """Fabric with optimizer states, gradients and parameters sharded over the ranks (ZeRO, arXiv:1910.02054).
 
     Args:
@@ -71,6 +66,8 @@ class FabricZeroStrategy(DDPStrategy):
     Raises:
         ConfigError: names every problem, also keys that Fabric's script decides.
     """
+
+    face = Face.FABRIC
 
     @explained
     def __init__(
@@ -94,17 +91,25 @@ class FabricZeroStrategy(DDPStrategy):
         expert_parallel_size: int | None = None,
         dp_replicate_size: int | None = None,
     ) -> None:
-        watch_start(launched_place)
-        sizes = tensor_parallel_size, pipeline_parallel_size, sequence_parallel_size, expert_parallel_size
-        overrides = with_sizes_of_mesh(overrides, *sizes, dp_replicate_size)
-        check_launch("FabricZeroStrategy", start_method, timeout, process_group_backend)
-        default = 3 if config is None else None
-        loaded = examine(config, stage, overrides, default, activation_checkpointing, True, broadcast_buffers)
-        self.config: ZeroConfig = loaded.usable()
+        loaded = self._read_arguments(
+            stage=stage,
+            config=config,
+            overrides=overrides,
+            activation_checkpointing=activation_checkpointing,
+            broadcast_buffers=broadcast_buffers,
+            start_method=start_method,
+            timeout=timeout,
+            process_group_backend=process_group_backend,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            sequence_parallel_size=sequence_parallel_size,
+            expert_parallel_size=expert_parallel_size,
+            dp_replicate_size=dp_replicate_size,
+        )
+        self._config = loaded.usable()
         self._shown = shown(self.config)  # in checkpoints
         loaded.announce()
-        check_face(self.config, Face.FABRIC)
-        self.session = Session(Face.FABRIC)
+        check_face(self.config, self.face)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -120,12 +125,16 @@ class FabricZeroStrategy(DDPStrategy):
     @override
     def __repr__(self) -> str:
         # Lightning prints this in its error when a strategy is passed to the wrong class, so it names the right one.
-        stage = self.config.zero_optimization.stage
         return (
-            f"FabricZeroStrategy(stage={stage}), which is for the Fabric of the package lightning; a Trainer takes "
-            f"lt_zero.ZeroStrategy(stage={stage}), and the package lightning_fabric takes this one after "
+            f"FabricZeroStrategy(stage={self.stage}), which is for the Fabric of the package lightning; a Trainer "
+            f"takes lt_zero.ZeroStrategy(stage={self.stage}), and the package lightning_fabric takes this one after "
             "lt_zero.as_pytorch_lightning()"
         )
+
+    @property
+    @override
+    def config(self) -> ZeroConfig:
+        return self._config
 
     # ---- precision ---------------------------------------------------------------------------------------------
 
@@ -172,33 +181,16 @@ class FabricZeroStrategy(DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        start_method = choose_start(self, self.config.zero_optimization.stage, self._start_method)
-        if start_method is None:
+        if not self._starts_ranks():
             return
-        self._start_method = start_method
         super()._configure_launcher()
-        if start_method != "popen":
-            self._launcher = FabricLauncher(self, start_method)
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        # Accelerators of vendors may leave out the index, which torch needs to bind the process group.
-        return accelerator.with_index(super().root_device)
+        if self._start_method != "popen":
+            self._launcher = FabricLauncher(self, self._start_method)
 
     @override
     def _setup_distributed(self) -> None:
-        check_device(self.root_device, self.num_nodes * self.num_processes, self._get_process_group_backend())
-        device = self.root_device if self.root_device.type != "cpu" else None
-        # A process of multiprocessing has the ranks of its parent until now, and would meet the others as rank 0.
-        self._set_world_ranks()
-        # Lightning, too, asks the cluster environment, which may count tasks that `devices` and `num_nodes` do not.
-        if self.world_size == 1:
-            init_alone(self._get_process_group_backend(), self._timeout, device)
-        place = place_of(self.cluster_environment, self.global_rank, self.num_nodes * self.num_processes)
-        with joining(self.config.communication.link_timeout), met(place, self._timeout):
-            begin_restarted(self._get_process_group_backend(), self._timeout, device)
-            super()._setup_distributed()  # takes the group that there is
+        with self._connecting(self._set_world_ranks):
+            super()._setup_distributed()
 
     @override
     def setup_environment(self) -> None:
@@ -209,18 +201,6 @@ class FabricZeroStrategy(DDPStrategy):
             self.precision.device_type = self.root_device.type
             self.session.join(self.config, self.root_device, self._timeout, self.cluster_environment.node_rank())
 
-    @property
-    def device_mesh(self) -> DeviceMesh | None:
-        """The ranks along the axes of parallelism, with Lightning's names; None: all are data ranks."""
-        return self.session.device_mesh
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        if self.device_mesh is None:
-            return super().distributed_sampler_kwargs
-        return {"num_replicas": self.session.data_ranks, "rank": self.session.data_rank}
-
     @override
     def all_reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
         """Reduce over the ranks that see different tokens, unless ``group`` says over which.
@@ -228,21 +208,19 @@ class FabricZeroStrategy(DDPStrategy):
         Raises:
             ValueError: sequences are cut over ranks, and it is no mean; see parallel/reductions.py.
         """
-        group = group if is_chosen(group) else self.session.group_of_reduction(reduce_op)
+        group = group if is_chosen(group) else self.session.division.group_of_reduction(reduce_op)
         return super().all_reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather from the ranks that see different tokens, unless ``group`` says from which."""
-        return super().all_gather(tensor, group if is_chosen(group) else self.session.token_group, sync_grads)
+        group = group if is_chosen(group) else self.session.division.token_group
+        return super().all_gather(tensor, group, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide over all ranks, also those that see the same data: all must go on in the same way."""
-        if self.session.mesh is None:
-            return super().reduce_boolean_decision(decision, all)
-        agreeing = super().all_reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
-        return int(agreeing) == self.world_size if all else bool(agreeing)
+        return self._decide(decision, all, super().all_reduce)
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -255,20 +233,21 @@ class FabricZeroStrategy(DDPStrategy):
         name = type(loader).__name__
 
         def through(make: Callable[[], Any]) -> Any:
-            if session.sequences is None:
+            cut = session.division.batch_cut
+            if cut is None:
                 return make()
-            module = next((engine.root for engine in session.engines if hasattr(engine.root, HOOK)), None)
-            return (session.cut_batch(batch, module) for batch in make())
+            module = next((engine.root for engine in session.engines if hasattr(engine.root, cut.hook)), None)
+            return (session.division.cut_batch(batch, module) for batch in make())
 
         if is_stateful(loader):
             ranks = int(self.distributed_sampler_kwargs["num_replicas"])
             made = LoopLoader(loader, ranks, self.world.rank == 0, through).loader
-        elif session.sequences is None:
+        elif session.division.batch_cut is None:
             return loader
         else:
             made = tracked(loader, through)
         if made is None:
-            if session.sequences is None:
+            if session.division.batch_cut is None:
                 log.warning(
                     f"The loader {name} cannot be tracked: a resumed loop may see samples in another order. Use a "
                     "loader whose class allows subclasses."
@@ -286,7 +265,7 @@ class FabricZeroStrategy(DDPStrategy):
         device, policy = self.world.device, self.precision.policy  # raises before fabric.launch()
         engine = self.session.build(module, self.config, device, policy, training)
         self.precision.engine = engine
-        return ShardedModule(module, engine, self.session.own_numbers)
+        return ShardedModule(module, engine, self.session.division.forward)
 
     @override
     def setup_module_and_optimizers(
@@ -355,10 +334,7 @@ class FabricZeroStrategy(DDPStrategy):
     @override
     def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Parameters are sharded while they are constructed (stage 3), or made on the meta device if ``empty_init``."""
-        zero = self.config.zero_optimization
-        placed: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
-        if not empty_init and zero.stage == 3 and self.session.peers.size > 1:
-            placed = ConstructionSharder(self.session.peers, zero.stage3_param_persistence_threshold)
+        placed = torch.device("meta") if empty_init else self._sharded_construction()
         with placed, self.precision.module_init_context():
             yield
 
@@ -505,15 +481,7 @@ class FabricZeroStrategy(DDPStrategy):
         prefixes = content[FABRIC]["modules"]
         frozen = [prefixes[key] + name for key in prefixes for name in sorted(items.frozen(state[key]))]
         about = self.config, self._shown, self.precision.precision, frozen
-        self.session.save(Saving(content, names, *about, peers=self.session.peers.ranks), path)
-
-    def wait_for_save(self) -> None:
-        """Wait until the save in the background (``checkpoint.async``) is done. Collective.
-
-        Raises:
-            CheckpointError: on all ranks: it has failed.
-        """
-        self.session.wait_for_save("FabricZeroStrategy.wait_for_save")
+        self.session.save(Saving(content, names, *about, peers=self.session.division.peers.ranks), path)
 
     @override
     def load_checkpoint(

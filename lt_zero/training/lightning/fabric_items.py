@@ -58,17 +58,18 @@ class ShardedModule(nn.Module):
     """Module that Fabric calls in place of the user's. Methods marked as forward methods pass through it, too."""
 
     def __init__(
-        self, module: nn.Module, engine: Engine, numbers: Callable[[bool], AbstractContextManager[None]]
+        self, module: nn.Module, engine: Engine, within: Callable[[nn.Module, bool], AbstractContextManager[None]]
     ) -> None:
         super().__init__()
         self.module = module
         self.engine = engine
-        self._numbers = numbers
+        self._within = within
 
     # ``fabric.setup`` of a compiled module compiles this one: the graph is that of the forward inside.
     @never_a_graph
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self.engine.ends_interrupted(), self._numbers(self.module.training and torch.is_grad_enabled()):
+        trains = self.module.training and torch.is_grad_enabled()
+        with self.engine.ends_interrupted(), self._within(self.module, trains):
             return self.module(*args, **kwargs)
 
 

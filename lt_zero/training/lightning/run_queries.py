@@ -10,8 +10,9 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
-from lt_zero.checkpoint.export import Format
+from lt_zero.checkpoint.source import Format
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face
 from lt_zero.core.comm.world import World
@@ -19,17 +20,17 @@ from lt_zero.training.checkpoints import export_weights, whole_weights
 from lt_zero.training.lightning.checkpoint_service import CheckpointService
 from lt_zero.training.lightning.data_position.position import DataPosition
 from lt_zero.training.lightning.model_report import memory_report
-from lt_zero.training.lightning.monitor.comm_log import CommLog, CommRecord
-from lt_zero.training.lightning.monitor.run_monitor import RunMonitor
+from lt_zero.training.lightning.monitoring import CommRecord, RunMonitor, monitor_of
 from lt_zero.training.lightning.precision import sharded_of
 from lt_zero.training.lightning.reconcile import Reconciler
 from lt_zero.training.lightning.setup import RunSnapshot
-from lt_zero.training.session import Session
+from lt_zero.training.lightning.sharded_strategy import ShardedStrategy
 
 
-class RunQueries(DDPStrategy):
+class RunQueries(ShardedStrategy, DDPStrategy):
     """The parts of a run under ``ZeroStrategy``, and its public methods that users call, and Lightning does not."""
 
+    face = Face.TRAINER
     _reconciler: Reconciler
 
     @property
@@ -43,20 +44,11 @@ class RunQueries(DDPStrategy):
         raise NotImplementedError
 
     @property
+    @override
     def config(self) -> ZeroConfig:
-        """The configuration, as far as it is resolved."""
         return self._reconciler.config
 
-    @property
-    def stage(self) -> int:
-        return self.config.zero_optimization.stage
-
     # Parts of a run, made when they are used first.
-
-    @cached_property
-    def session(self) -> Session:
-        """Set-up, steps and saves, as of every face."""
-        return Session(Face.TRAINER)
 
     @cached_property
     def data(self) -> DataPosition:
@@ -71,7 +63,7 @@ class RunQueries(DDPStrategy):
     @cached_property
     def monitor(self) -> RunMonitor:
         """Monitors and loggers of the run."""
-        return RunMonitor(self.config, self.session.trial)
+        return monitor_of(self.config, self.session.trial)
 
     def memory_report(self) -> dict[str, tuple[int, int]]:
         """Bytes of model states per kind: (on this rank now, what a replicated run holds)."""
@@ -130,19 +122,12 @@ class RunQueries(DDPStrategy):
         Raises RuntimeError if nothing is recorded.
         """
         world = self.world  # ``run`` asks the launcher for the rank, whose variables may be gone after a run
-        if world is None or not isinstance(world.log, CommLog):
-            if world is None:
-                self.run.refuse_parent("the record of collectives")
+        if world is None:
+            self.run.refuse_parent("the record of collectives")
+        records = self.monitor.collectives(world) if world is not None else None
+        if records is None:
             raise RuntimeError(
                 "Collectives are only recorded with comms_logger.enabled: true, once Trainer.fit, validate, test or "
                 "predict has begun. Enable it and start a run first."
             )
-        return world.log.records()
-
-    def wait_for_save(self) -> None:
-        """Wait until the save in the background (``checkpoint.async``) is done. Collective.
-
-        Raises:
-            CheckpointError: on all ranks: it has failed.
-        """
-        self.run.session.wait_for_save("ZeroStrategy.wait_for_save")
+        return records

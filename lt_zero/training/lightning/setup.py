@@ -26,6 +26,7 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
+from lt_zero.core.division import BatchCut
 from lt_zero.core.engine.averaged_weights import average_of
 from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.engine import Engine
@@ -124,12 +125,14 @@ def check_callbacks(trainer: pl.Trainer, stage: int, in_parts: bool) -> None:
                 raise TypeError(f"{own}{f' (a {parent})' if own != parent else ''} {what}, {why} the callback.")
 
 
-def refuse_own_reads(module: pl.LightningModule, sequences: int) -> None:
-    """Raise ConfigError if a module reads the loader in its training step, where batches are not cut."""
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        key, name = "sequence_parallel_size", type(module).__name__
-        text = f"{key}={sequences}: {name}.training_step takes dataloader_iter, whose batches are not cut"
-        raise ConfigError.about(key, f"{text}. Take batch and batch_idx.")
+def refuse_own_reads(module: pl.LightningModule, cut: BatchCut | None) -> None:
+    """Raise ConfigError if a module reads the loader in its training step, where batches are not cut.
+
+    ``cut``: how they are to be; None: not.
+    """
+    if cut is not None and "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        text = f"{cut}: {type(module).__name__}.training_step takes dataloader_iter, whose batches are not cut"
+        raise ConfigError.about(cut.key, f"{text}. Take batch and batch_idx.")
 
 
 def find_engine(

@@ -23,29 +23,20 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lt_zero.common import accelerator
-from lt_zero.common.compat import before_distribution, counts_batches, set_device_mesh
+from lt_zero.common.compat import counts_batches, set_device_mesh
 from lt_zero.common.descriptors import explain_full_table
 from lt_zero.common.phases import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import ignored_keys, tell_ignored
 from lt_zero.config.blocks import ActivationCheckpointing
-from lt_zero.config.load import examine
-from lt_zero.core.comm.process_groups import begin_restarted, check_device, init_alone, joining
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.full_params import restore_whole, sync_buffers
-from lt_zero.core.engine.materialize import ConstructionSharder
 from lt_zero.core.followers import end_fit
-from lt_zero.core.health.before_joining import met, watch_start
-from lt_zero.parallel.mesh import DeviceMesh
-from lt_zero.parallel.plan import keeping_ties
-from lt_zero.parallel.sequence.batches import HOOK
 from lt_zero.training.lightning import setup as set_up
-from lt_zero.training.lightning.arguments import check_launch, explained, with_sizes_of_mesh
-from lt_zero.training.lightning.launchers import TrainerLauncher, choose_start
+from lt_zero.training.lightning.arguments import explained
+from lt_zero.training.lightning.launchers import TrainerLauncher
 from lt_zero.training.lightning.metrics import count_all_ranks, count_data_ranks
-from lt_zero.training.lightning.place import launched_place, place_of
 from lt_zero.training.lightning.precision import ZeroPrecision
 from lt_zero.training.lightning.reconcile import Reconciler
 from lt_zero.training.lightning.run_queries import RunQueries
@@ -119,12 +110,21 @@ class ZeroStrategy(RunQueries):
         expert_parallel_size: int | None = None,
         dp_replicate_size: int | None = None,
     ) -> None:
-        watch_start(launched_place)
-        sizes = tensor_parallel_size, pipeline_parallel_size, sequence_parallel_size, expert_parallel_size
-        overrides = with_sizes_of_mesh(overrides, *sizes, dp_replicate_size)
-        check_launch("ZeroStrategy", start_method, timeout, process_group_backend)
-        default = 3 if config is None else None
-        loaded = examine(config, stage, overrides, default, activation_checkpointing, True, broadcast_buffers)
+        loaded = self._read_arguments(
+            stage=stage,
+            config=config,
+            overrides=overrides,
+            activation_checkpointing=activation_checkpointing,
+            broadcast_buffers=broadcast_buffers,
+            start_method=start_method,
+            timeout=timeout,
+            process_group_backend=process_group_backend,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            sequence_parallel_size=sequence_parallel_size,
+            expert_parallel_size=expert_parallel_size,
+            dp_replicate_size=dp_replicate_size,
+        )
         self._reconciler = Reconciler(loaded.usable(), loaded.marks)
         loaded.announce()
         self._group_timeout = timeout
@@ -209,33 +209,16 @@ class ZeroStrategy(RunQueries):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        start_method = choose_start(self, self.stage, self._start_method)
-        if start_method is None:
+        if not self._starts_ranks():
             return
-        self._start_method = start_method
         super()._configure_launcher()
-        if start_method != "popen":
-            self._launcher = TrainerLauncher(self, start_method)
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        # Accelerators of vendors may leave out the index, which torch needs to bind the process group.
-        return accelerator.with_index(super().root_device)
+        if self._start_method != "popen":
+            self._launcher = TrainerLauncher(self, self._start_method)
 
     @override
     def setup_distributed(self) -> None:
-        check_device(self.root_device, self.num_nodes * self.num_processes, self._get_process_group_backend())
-        device = self.root_device if self.root_device.type != "cpu" else None
-        # A process of multiprocessing has the ranks of its parent until now, and would meet the others as rank 0.
-        self.set_world_ranks()
-        # Lightning, too, asks the cluster environment, which may count tasks that `devices` and `num_nodes` do not.
-        if self.world_size == 1:
-            init_alone(self._get_process_group_backend(), self._timeout, device)
-        place = place_of(self.cluster_environment, self.global_rank, self.num_nodes * self.num_processes)
-        with joining(self.config.communication.link_timeout), met(place, self._timeout):  # Lightning waits here, too
-            begin_restarted(self._get_process_group_backend(), self._timeout, device)
-            super().setup_distributed()  # takes the group that there is
+        with self._connecting(self.set_world_ranks):
+            super().setup_distributed()
 
     @override
     def setup_environment(self) -> None:
@@ -251,18 +234,6 @@ class ZeroStrategy(RunQueries):
         if self.lightning_module is not None and self.device_mesh is not None:
             set_device_mesh(self.lightning_module, self.device_mesh)
 
-    @property
-    def device_mesh(self) -> DeviceMesh | None:
-        """The ranks along the axes of parallelism, with Lightning's names; None: all are data ranks."""
-        return self.session.device_mesh
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        if self.device_mesh is None:
-            return super().distributed_sampler_kwargs
-        return {"num_replicas": self.session.data_ranks, "rank": self.session.data_rank}
-
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the ranks that see different tokens, unless ``group`` says over which.
@@ -272,22 +243,19 @@ class ZeroStrategy(RunQueries):
         """
         if group is None:
             own = counts_batches(sys._getframe(1))
-            group = self.session.data_group if own else self.session.group_of_reduction(reduce_op)
+            division = self.session.division
+            group = division.data_group if own else division.group_of_reduction(reduce_op)
         return super().reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather from the ranks that see different tokens, unless ``group`` says from which."""
-        return super().all_gather(tensor, group if group is not None else self.session.token_group, sync_grads)
+        return super().all_gather(tensor, group if group is not None else self.session.division.token_group, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide over all ranks, also those that see the same data: all must go on in the same way."""
-        if self.session.mesh is None:
-            return super().reduce_boolean_decision(decision, all)
-        number = torch.tensor(int(decision), device=self.root_device)
-        agreeing = super().reduce(number, reduce_op="sum")
-        return bool(agreeing == self.world_size) if all else bool(agreeing)
+        return self._decide(decision, all, super().reduce)
 
     @property
     def _node_rank(self) -> int:
@@ -311,10 +279,9 @@ class ZeroStrategy(RunQueries):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.session.compare_model(self._module)  # "auto" depends on it, and whether an engine is used again
         if fitting:
-            self._reconciler.agree(trainer, self._module, world, self.session.data_ranks, self.is_global_zero)
+            self._reconciler.agree(trainer, self._module, world, self.session.division.data_ranks, self.is_global_zero)
         self.checkpoints.set_up(self.run)
-        if self.session.sequences is not None:
-            set_up.refuse_own_reads(self._module, self.session.sequences.ranks.size)
+        set_up.refuse_own_reads(self._module, self.session.division.batch_cut)
         if self.config.zero_optimization.sync_bn_in_backward and self._layer_sync is None:
             self._layer_sync = TorchSyncBatchNorm()
         if fitting and self._layer_sync:
@@ -329,7 +296,7 @@ class ZeroStrategy(RunQueries):
             how = self.root_device, plugin.policy, fitting
             self.session.build(module, self.config, *how, load=self._load_into, weight=self._loss_weight)
         else:
-            self.session.adopt(module)
+            self.session.division.adopt(module)
             self._load_into(known)
         assert self._engine is not None
         if known is None:
@@ -361,9 +328,9 @@ class ZeroStrategy(RunQueries):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         # Optimizers of an earlier run refer to fragments that were freed.
         self._reset_optimizers_and_schedulers()
-        of_ranks = partial(self.session.peers.ask_all, name="parameters to train")
+        of_ranks = partial(self.session.division.peers.ask_all, name="parameters to train")
         self._reconciler.lend_optimizers(trainer.lightning_module, of_ranks)
-        with set_up.naming_idle_stage(self._module, self.session.peers):
+        with set_up.naming_idle_stage(self._module, self.session.division.peers):
             super().setup_optimizers(trainer)
         # Copies of the module that are made during training must not contain the replaced method.
         self._reconciler.take_back()
@@ -375,8 +342,8 @@ class ZeroStrategy(RunQueries):
         for child in self._module.modules():
             if isinstance(child, Metric):
                 child.to(self.root_device)
-        if self.session.token_group is not None:
-            count_data_ranks(self._module, self.session.token_group)  # until ``teardown``
+        if self.session.division.token_group is not None:
+            count_data_ranks(self._module, self.session.division.token_group)  # until ``teardown``
         move_buffers(self._module, self.root_device)
 
     @override
@@ -397,42 +364,36 @@ class ZeroStrategy(RunQueries):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        group, zero = self.session.peers if self.session.known is not None else None, self.config.zero_optimization
-        sharder: AbstractContextManager[Any] = nullcontext()
-        if self.stage == 3 and group is not None and group.size > 1:
-            sharder = ConstructionSharder(group, zero.stage3_param_persistence_threshold)
-        if self.device_mesh is None:
-            with sharder:
-                yield
-            return
+        division = self.session.division
+        sharder = self._sharded_construction() if division.known is not None else nullcontext()
         compare = partial(self.session.compare_peers, self._module)
-        # A module of other layers, or sizes, would send others than its peers wait for.
-        with keeping_ties(self._module), before_distribution(compare), sharder:
+        with division.building(self._module, compare), sharder:
             yield
 
     # ---- running -----------------------------------------------------------------------------------------------
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        ranks = self.session.data_ranks if self.session.known is not None else self.world_size
+        ranks = self.session.division.data_ranks if self.session.known is not None else self.world_size
         return self.data.process(super().process_dataloader(dataloader), self._module.trainer, ranks)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; of its sequences the part of this rank, if they are cut."""
         move = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
-        if self.session.sequences is None:
+        division = self.session.division
+        if division.batch_cut is None:
             return move(batch)
-        cut = partial(self.session.cut_batch, module=self._module, kind=str(self._module.trainer.state.stage))
+        cut = partial(division.cut_batch, module=self._module, kind=str(self._module.trainer.state.stage))
         # On the host, which need not wait for the device then to look at masks and positions.
-        return cut(move(batch)) if self._sees_moved_batches() else move(cut(batch))
+        return cut(move(batch)) if self._sees_moved_batches(division.batch_cut.hook) else move(cut(batch))
 
-    def _sees_moved_batches(self) -> bool:
-        """True if code of the user gets whole batches on the device."""
+    def _sees_moved_batches(self, cutting: str) -> bool:
+        """True if code of the user gets whole batches on the device; ``cutting``: name of a hook that does."""
         module = self._module
         data: Any = module.trainer.datamodule  # type: ignore[attr-defined]
         owners = [module] if data is None else [module, data]
-        return hasattr(module, HOOK) or any(is_overridden(hook, owner) for hook in _MOVES for owner in owners)
+        return hasattr(module, cutting) or any(is_overridden(hook, owner) for hook in _MOVES for owner in owners)
 
     @override
     def on_train_start(self) -> None:
@@ -466,10 +427,9 @@ class ZeroStrategy(RunQueries):
         if session.saver.pending is not None:
             session.before_step()
         if not self._reconciler.seen:
-            self._reconciler.see(batch, module.trainer, engine.world, session.data_ranks, self.is_global_zero)
-        if session.mesh is not None and session.sequences is None:  # else it is compared before it is cut
-            session.compare_batch(batch)
-        with phase("forward"), engine.forward_scope(), session.own_numbers(module.training):
+            self._reconciler.see(batch, module.trainer, engine.world, session.division.data_ranks, self.is_global_zero)
+        session.division.compare_batch(batch)
+        with phase("forward"), engine.forward_scope(), session.division.forward(module, module.training):
             if not self.monitor.watches:
                 return super().training_step(*args, **kwargs)
             return self.monitor.training_step(module, batch, partial(super().training_step, *args, **kwargs))

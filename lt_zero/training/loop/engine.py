@@ -49,13 +49,12 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face, check_face
 from lt_zero.config.load import shown
 from lt_zero.config.options import with_sizes
-from lt_zero.config.precision import dtype_policy, on_min_scale, resolve_mode
+from lt_zero.config.precision import dtype_policy, resolve_mode
 from lt_zero.core.comm.process_groups import own_gpu
 from lt_zero.core.comm.world import World, together
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.outside_steps import within_step
 from lt_zero.core.health.launchers import local_rank
-from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
 from lt_zero.training.checkpoints import (
@@ -69,8 +68,9 @@ from lt_zero.training.checkpoints import (
     weights_to_save,
     whole_weights,
 )
-from lt_zero.training.loop.monitors import LoopMonitor
+from lt_zero.training.loop.monitoring import monitor_of
 from lt_zero.training.loop.queries import EngineQueries
+from lt_zero.training.loss_scale import loss_scale_controller
 from lt_zero.training.session import Session
 
 ended: WeakSet[Engine] = WeakSet()  # whose ``TrainingEngine`` was destroyed
@@ -100,19 +100,19 @@ class TrainingEngine(EngineQueries):
         self.device, self.local_rank = wanted, local
         check_face(config, Face.LOOP)
         policy = dtype_policy(config, resolve_mode(config, "32-true"))
-        self.loss_scale_controller = LossScaleController(policy, on_min_scale(config))
+        self.loss_scale_controller = loss_scale_controller(config, policy)
         self.session = Session(Face.LOOP)
         self.session.loss_scale = self.loss_scale_controller
         self.session.join(config, wanted)
         self.world = self.session.world
         self.session.compare_model(model)  # "auto" depends on it
-        config = with_sizes(config, model, (), partial(self.session.peers.ask_all, name="sizes of the model"))
+        config = with_sizes(config, model, (), partial(self.session.division.peers.ask_all, name="sizes of the model"))
         self.global_rank, self.world_size = self.world.rank, self.world.size
-        self.data_ranks = self.session.data_ranks
+        self.data_ranks = self.session.division.data_ranks
         self._micro, self._gas = _batch_sizes(config, self.data_ranks)
         if config.pipeline.ranks > 1:  # may follow from two batch sizes
             config = config.model_copy(update={"gradient_accumulation_steps": self._gas})
-        self.monitor = LoopMonitor(config, self.world, policy.mode)
+        self.monitor = monitor_of(config, self.world, policy.mode)
         self._added = self._gas  # micro-batches whose losses are added as they are
         self.engine: Engine = self.session.build(model, config, wanted, policy, training=True)
         self.module = model
@@ -151,7 +151,7 @@ class TrainingEngine(EngineQueries):
                 trained = wanted or [p for p in self.module.parameters() if p.requires_grad]
             optimizer = optimizer(trained or [{"params": []}])  # a stage of a pipeline may have none
         elif optimizer is None and block is not None:
-            of_ranks = partial(self.session.peers.ask_all, name="parameters to train")
+            of_ranks = partial(self.session.division.peers.ask_all, name="parameters to train")
             optimizer = configured_optimizer(block, self.module, wanted, of_ranks)
         given, copies = [optimizer] if optimizer is not None else [], self._config.checkpoint.async_save
         self.session.add_optimizers(self.engine, given, accumulates=self._gas > 1, saves=copies)
@@ -227,19 +227,15 @@ class TrainingEngine(EngineQueries):
             self.engine.set_requires_gradient_sync(self.is_gradient_accumulation_boundary() and not self._quiet)
         if self.session.trial is not None:
             self.session.trial.see_batch([args, kwargs])
-        sequences = self.session.sequences
-        if sequences is not None and sequences.cuts_inputs:
-            self.session.compare_batch([args, kwargs], "train" if trains else "other")
-            args, kwargs = (), sequences.cut_inputs(self.module, args, kwargs)
+        division = self.session.division
+        inputs, named = division.cut_inputs(self.module, args, kwargs, trains)
         with ExitStack() as stack:
             if policy.autocast:
                 stack.enter_context(within_step())
                 stack.enter_context(torch.autocast(self.device.type, policy.compute))
             stack.enter_context(self.engine.forward_scope(trains))
-            stack.enter_context(self.session.own_numbers(trains))
-            if sequences is not None:
-                stack.enter_context(sequences.as_trained(self.module))
-            return self.module(*args, **kwargs)
+            stack.enter_context(division.forward(self.module, trains))
+            return self.module(*inputs, **named)
 
     def _cast(self, value: Tensor) -> Tensor:
         return value.to(self.engine.policy.compute) if value.is_floating_point() else value
@@ -256,14 +252,13 @@ class TrainingEngine(EngineQueries):
         """
         if self._sharded is None:
             raise RuntimeError("engine.backward needs an optimizer: pass one to lt_zero.initialize, or configure one.")
-        self.moved.refuse("engine.backward")
+        self._need_states("engine.backward")
         expect(loss, Tensor, "The loss of engine.backward", "pass a tensor with one element")
         if loss.numel() != 1:
             raise ValueError(
                 f"The loss of engine.backward has the shape {tuple(loss.shape)}: pass one number, such as loss.mean()."
             )
-        if self.session.sequences is not None:
-            self.session.sequences.compare_loss(loss, self.world)
+        self.session.division.compare_loss(loss)
         scaled = self.scale(loss)
         self.monitor.add_loss(loss, (1.0 if scale_wrt_gas else self._gas) / self._added)
         with self.engine.backward_pass():
@@ -288,7 +283,7 @@ class TrainingEngine(EngineQueries):
         """
         if self._sharded is None or self.optimizer is None:
             raise RuntimeError("engine.step needs an optimizer: pass one to lt_zero.initialize, or configure one.")
-        self.moved.refuse("engine.step")
+        self._need_states("engine.step")
         if self._quiet:
             raise RuntimeError("engine.step() was called inside of engine.no_sync(). Call it after the context.")
         if self.loss_scale_controller.scaler is not None and not self._scaled:
@@ -371,7 +366,7 @@ class TrainingEngine(EngineQueries):
         if size is None:
             key = _BATCH[1]
             raise ConfigError.about(key, f"training_data needs a batch size: write {key} or {_BATCH[0]}.")
-        data = self.session.data_ranks, self.session.data_rank
+        data = self.session.division.data_ranks, self.session.division.data_rank
         sampler: DistributedSampler[Any] = DistributedSampler(dataset, *data)
         return DataLoader(dataset, size, sampler=sampler, collate_fn=collate_fn)
 
@@ -387,7 +382,7 @@ class TrainingEngine(EngineQueries):
         Raises:
             CheckpointError: that save has failed.
         """
-        self.moved.reload()
+        self.reload_states()
         ended.add(self.engine)
         self.monitor.end(self.loss_scale_controller)
         self.engine.grad_views.abort()
@@ -405,7 +400,7 @@ class TrainingEngine(EngineQueries):
 
     def module_state_dict(self) -> dict[str, Any]:
         """The module's state dict with full weights on the CPU of rank 0, {} elsewhere. Collective."""
-        self.moved.refuse("engine.module_state_dict")
+        self._need_states("engine.module_state_dict")
         return whole_weights(self.engine, "engine.module_state_dict")
 
     @without_gc
@@ -433,7 +428,7 @@ class TrainingEngine(EngineQueries):
         Raises:
             CheckpointError: on all ranks, also if their tags differ; earlier checkpoints are kept.
         """
-        self.moved.refuse("engine.save_checkpoint")
+        self._need_states("engine.save_checkpoint")
         expect_path(save_dir, "engine.save_checkpoint(save_dir=...)")
         save_dir = save_dir or os.curdir
         self.world.roll_call("engine.save_checkpoint")
@@ -464,7 +459,7 @@ class TrainingEngine(EngineQueries):
         names = [parameter_names(self.optimizer, engine)] if self.optimizer is not None else []
         then = partial(name_latest, save_dir, tag) if save_latest else lambda path: None
         about = self._config, self._shown, engine.policy.mode, left_out
-        saving = Saving(content, names, *about, then, self.session.peers.ranks)
+        saving = Saving(content, names, *about, then, self.session.division.peers.ranks)
         self.session.save(saving, inside(save_dir, tag))
         return True
 
@@ -489,7 +484,7 @@ class TrainingEngine(EngineQueries):
             CheckpointError: on all ranks; before anything is loaded if tags differ, or the optimizer does not fit.
             ValueError: ``custom_load_fn`` is given, an argument of DeepSpeed's.
         """
-        self.moved.refuse("engine.load_checkpoint")
+        self._need_states("engine.load_checkpoint")
         expect_path(load_dir, "engine.load_checkpoint(load_dir=...)")
         load_dir = load_dir or os.curdir
         if custom_load_fn is not None:
@@ -566,7 +561,7 @@ class TrainingEngine(EngineQueries):
         Raises:
             CheckpointError, ValueError: on all ranks.
         """
-        self.moved.refuse("engine.save_16bit_model")
+        self._need_states("engine.save_16bit_model")
         with self.world.agree("making the folder", CheckpointError):
             if self.world.rank == 0 and not is_url(save_dir):
                 Path(plain_path(save_dir)).mkdir(parents=True, exist_ok=True)
@@ -586,7 +581,7 @@ class TrainingEngine(EngineQueries):
 
         Collective.
         """
-        self.moved.refuse("engine._zero3_consolidated_16bit_state_dict")
+        self._need_states("engine._zero3_consolidated_16bit_state_dict")
         left_out = frozen_names(self.engine, exclude_frozen_parameters)
         state = whole_weights(self.engine, "engine._zero3_consolidated_16bit_state_dict", left_out)
         for name, parameter in plain_names.named_parameters(self.module):

@@ -18,16 +18,16 @@ from lt_zero.common.arguments import expect
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.garbage import without_gc
+from lt_zero.common.places import load
 from lt_zero.config import ZeroConfig
 from lt_zero.config.load import examine
 from lt_zero.core.comm.process_groups import init_distributed, joining, rank_and_size
+from lt_zero.core.division import PartOfRun
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.full_params import restore_whole
 from lt_zero.core.engine.guard import owner_of
 from lt_zero.core.health.before_joining import watch_start
-from lt_zero.parallel.pipeline.module import PipelineModule
 from lt_zero.training.loop.engine import TrainingEngine, ended
-from lt_zero.training.loop.pipeline_engine import PipelineEngine
 
 
 @without_gc
@@ -78,16 +78,17 @@ def initialize(
     expect(model, nn.Module, "lt_zero.initialize(model=...)", "pass an nn.Module")
     loaded = examine(given, for_run=True)
     made = loaded.usable()
-    staged = model if isinstance(model, PipelineModule) else None
-    if staged is not None:
-        made = _with_stages(made, staged.position.ranks)
+    kind = TrainingEngine
+    if isinstance(model, PartOfRun):
+        made = model.adapted(made)
+        kind = load(model.loop_engine, "model", "its engine") if model.loop_engine else kind
     if dist_init_required is not False:
         with joining(made.communication.link_timeout):
             init_distributed(distributed_port=distributed_port)
     _check_ranks(mpu, mesh_param, made)
     loaded.announce()
     _take_back(model)
-    engine = PipelineEngine(staged, made, args) if staged is not None else TrainingEngine(model, made, args)
+    engine = kind(model, made, args)
     engine.set_up(optimizer, model_parameters, lr_scheduler)
     if training_data is not None:
         engine.read_from(engine.deepspeed_io(training_data, collate_fn=collate_fn))
@@ -139,19 +140,3 @@ def _take_back(model: nn.Module) -> None:
     for owner in owners:
         if isinstance(owner, Engine) and owner.attached and owner in ended:
             restore_whole(owner)
-
-
-def _with_stages(config: ZeroConfig, stages: int) -> ZeroConfig:
-    """The configuration for a model that is made for so many stages.
-
-    Raises:
-        ConfigError: it says another number.
-    """
-    key = "pipeline.stages"
-    if config.pipeline.stages not in ("auto", stages):
-        text = f"{key}={config.pipeline.stages}, but the model is PipelineModule(num_stages={stages}). Remove the key."
-        raise ConfigError.about(key, text)
-    overrides, count = [f"{key}={stages}"], config.pipeline.num_microbatches
-    if count is not None and config.gradient_accumulation_steps is None:
-        overrides.append(f"gradient_accumulation_steps={count}")
-    return examine(config, overrides=overrides).usable()

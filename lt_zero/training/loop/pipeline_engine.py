@@ -15,7 +15,6 @@ from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.config import ZeroConfig
 from lt_zero.parallel.pipeline.batches import forms_of
 from lt_zero.parallel.pipeline.module import PipelineModule
-from lt_zero.parallel.sequence.batches import SIZE as SEQUENCES
 from lt_zero.training.loop.engine import TrainingEngine
 
 _Parts = tuple[list[Any], list[Any]]  # inputs and labels of micro-batches
@@ -93,10 +92,11 @@ class PipelineEngine(TrainingEngine):
                 for part, parts in zip(batch, found, strict=True):
                     moved = map_tensors(part, lambda tensor: tensor.to(self.device))
                     parts.append(tuple(moved) if isinstance(moved, list) else moved)
-            if self.session.sequences is not None and self.session.sequences.cuts_inputs:
+            cut = self.session.division.batch_cut
+            if cut is not None and self.session.division.cuts_inputs:
                 raise ConfigError.about(
-                    SEQUENCES,
-                    f"{SEQUENCES}={self.session.sequences.ranks.size}: a PipelineModule has no names of its inputs, by "
+                    cut.key,
+                    f"{cut}: a PipelineModule has no names of its inputs, by "
                     "which they could be cut. Pass engine.set_batch_fn a function that returns "
                     "lt_zero.parallel.cut_sequence(...) of inputs and labels.",
                 )
@@ -140,7 +140,7 @@ class PipelineEngine(TrainingEngine):
             return self._mean(torch.stack(losses).mean())
         self.loss_scale_controller.read_skip_flag()
         self.engine.set_requires_gradient_sync(True)
-        with self._autocast(), self.engine.forward_scope(True), self.session.own_numbers(True):
+        with self._autocast(), self.engine.forward_scope(True), self.session.division.forward(self.module, True):
             loss: Tensor = self.module.runner.run_parts(self._cast_all(inputs), labels)
         super().backward(loss)
         self.session.before_step()

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from functools import cached_property
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lt_zero.common.places import import_public
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.config.load import resolved
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.step.loss_scale import LossScaleController
-from lt_zero.training.loop.moved_states import MovedStates, kinds_of
 from lt_zero.training.session import Session
+
+if TYPE_CHECKING:
+    from lt_zero.features.offload.moved_states import MovedStates
 
 
 class EngineQueries(nn.Module):
@@ -35,6 +37,7 @@ class EngineQueries(nn.Module):
     _pending: int
     _skipped_before: int
     _norm: Tensor | None
+    _moved: MovedStates | None = None  # since the first ``offload_states``
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raise TypeError: an engine is neither copied nor pickled, its module is."""
@@ -135,7 +138,7 @@ class EngineQueries(nn.Module):
     @property
     def data_parallel_group(self) -> Any:
         """The process group of the ranks that see different data; None, as torch means it: all ranks."""
-        return self.session.data_group
+        return self.session.division.data_group
 
     @property
     def dp_world_size(self) -> int:
@@ -148,11 +151,10 @@ class EngineQueries(nn.Module):
         return self._config.tensor_parallel.autotp_size or 1
 
     def get_data_parallel_rank(self) -> int:
-        return self.session.data_rank
+        return self.session.division.data_rank
 
     def get_model_parallel_rank(self) -> int:
-        mesh = self.session.mesh
-        return mesh.tensor_rank if mesh is not None else 0
+        return self.session.division.part_rank
 
     get_tensor_parallel_rank = get_model_parallel_rank
 
@@ -168,10 +170,10 @@ class EngineQueries(nn.Module):
 
     # ---- states in host memory between steps -----------------------------------------------------------------------
 
-    @cached_property
-    def moved(self) -> MovedStates:
-        """The states that are away from the device."""
-        return MovedStates(self.engine)
+    def _need_states(self, call: str) -> None:
+        """Raise RuntimeError if states are in host memory; ``call`` needs them."""
+        if self._moved is not None:
+            self._moved.refuse(call)
 
     def offload_states(
         self,
@@ -197,7 +199,8 @@ class EngineQueries(nn.Module):
             RuntimeError: between the micro-batches of a step; states are away already; the engine has no optimizer.
             ValueError: a kind or the device is unknown.
         """
-        kinds, place = kinds_of(include, "engine.offload_states"), str(getattr(device, "value", device))
+        module = import_public("lt_zero.features.offload.moved_states", "engine.offload_states")
+        kinds, place = module.kinds_of(include, "engine.offload_states"), str(getattr(device, "value", device))
         if place not in ("cpu", "none"):
             raise ValueError(
                 f"engine.offload_states(device={place!r}): states move to host memory. Pass 'cpu'; for files write "
@@ -214,8 +217,11 @@ class EngineQueries(nn.Module):
         if place == "none":
             warn("engine.offload_states(device='none') moves nothing.")
             return
-        self.moved.offload(kinds, self.optimizer, pin_memory)
+        moved = self._moved or module.MovedStates(self.engine)
+        self._moved = moved
+        moved.offload(kinds, self.optimizer, pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move states back to where they were before ``offload_states``. No-op if none is away."""
-        self.moved.reload()
+        if self._moved is not None:
+            self._moved.reload()

@@ -13,7 +13,8 @@ from lt_zero.core.comm.ranks import LaunchOrder
 from lt_zero.core.comm.sequence import SequenceGroup
 from lt_zero.core.comm.world import World
 from lt_zero.parallel import SequenceRanks, sequence_attention
-from lt_zero.parallel.sequence.ranks import current, use
+from lt_zero.parallel.sequence.ranks import current
+from tests.support.joined import use
 from tests.support.lightning_tools import quick
 from tests.support.pool import Pool
 

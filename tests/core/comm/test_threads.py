@@ -25,7 +25,7 @@ from lt_zero.core.stores import thread_pool as io
 from lt_zero.core.stores.thread_pool import IoPool, SwapError
 from lt_zero.offload import background
 from lt_zero.offload.background import Background, Job
-from tests.support.features import there
+from tests.support.features import needs, skip_without, there
 from tests.support.lightning_tools import GPT, sharded_trainer, weights
 from tests.support.matrix import only_rows
 from tests.support.models import Net
@@ -97,6 +97,8 @@ def _run(folder: str, nvme: bool, fails: bool) -> Any:
     ids=["memory-ends", "files-fails", "memory-fails"],
 )
 def test_no_thread_outlives_a_run(pool: Pool, tmp_path: Path, nvme: bool, fails: bool) -> None:
+    if nvme:
+        skip_without("offload")
     values = pool.run(2, _run, str(tmp_path), nvme, fails)[0]
     assert all(bool((value == value).all()) for value in values.values())
 
@@ -128,6 +130,7 @@ def _other_strategy(folder: str) -> None:
     assert _ours(before) == []
 
 
+@needs("offload")
 def test_the_run_of_another_strategy_leaves_none_either(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _other_strategy, str(tmp_path))
 
@@ -246,11 +249,11 @@ def test_a_device_has_its_number_everywhere(monkeypatch: pytest.MonkeyPatch) -> 
     assert with_index(torch.device("cuda", 1)) == torch.device("cuda", 1)
     seen, single = list[Any](), ShardGroup.of_all(World.join(torch.device("cpu")))
 
-    def note(world: Any, buckets: Any, config: Any, device: torch.device) -> Any:
+    def note(features: Any, buckets: Any, world: Any, options: Any, device: torch.device) -> Any:
         seen.append(device)
         raise ZeroDivisionError  # there is no such device here
 
-    monkeypatch.setattr("lt_zero.training.build.open_offload", note)
+    monkeypatch.setattr("lt_zero.core.ask.place", note)
     with pytest.raises(ZeroDivisionError):
         lt_zero.shard(Net(), config_of(0), torch.device("cuda"), group=single)
     assert seen == [torch.device("cuda", 3)]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import lt_zero
+from lt_zero.common import accelerator
 from lt_zero.common.compat import is_compiled
 from lt_zero.common.errors import ConfigError
 from lt_zero.core.comm.shard_group import ShardGroup
@@ -25,7 +26,6 @@ from lt_zero.core.comm.world import World
 from lt_zero.core.engine.compiled_blocks import compile_blocks
 from lt_zero.core.engine.gather import Gatherer
 from lt_zero.core.engine.outside_steps import AutocastOutsideOfSteps, within_step
-from lt_zero.offload import host_store
 from tests.support.features import skip_without
 from tests.support.matrix import only_rows
 from tests.support.models import Block, Net, next_token_loss, tokens
@@ -418,7 +418,7 @@ CASES = [
 def _with_options(stage: int, name: str) -> None:
     """Three steps with and without a compiler, of the whole model at stage 2, and of blocks at stage 3."""
     dtype, zero, keys = OPTIONS[name]
-    host_store._apart = bool(zero)
+    accelerator._apart = bool(zero)
     found = []
     for compiled in (False, True):
         torch._dynamo.reset()
@@ -435,7 +435,7 @@ def _with_options(stage: int, name: str) -> None:
             next_token_loss(net, step, 0, dist.get_rank()).backward()
             optimizer.step()
         found.append(full_values(engine))
-    host_store._apart = False
+    accelerator._apart = False
     assert (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())) == (1, 0)
     for parameter, value in found[0].items():
         assert torch.equal(found[1][parameter], value), parameter
@@ -443,6 +443,5 @@ def _with_options(stage: int, name: str) -> None:
 
 @pytest.mark.parametrize(("stage", "name"), only_rows([(3, "steps beside backward")], CASES))
 def test_options_give_the_bits_of_an_uncompiled_run(pool: Pool, stage: int, name: str) -> None:
-    if "recomputation" in name:
-        skip_without("activation_checkpointing")
+    skip_without(OPTIONS[name])
     pool.run(2, _with_options, stage, name)

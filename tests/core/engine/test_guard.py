@@ -20,6 +20,7 @@ import lt_zero
 from lt_zero.checkpoint.native.plain import to_plain
 from lt_zero.core.engine.full_params import take_over_assigned
 from lt_zero.core.engine.lazy_tensor import AbsentTensor
+from tests.support.features import needs
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss, tokens
 from tests.support.parity import STAGES, Case, check, config_of, full_values
@@ -325,6 +326,7 @@ def _clip_at(place: str, folder: str) -> None:
         torch.testing.assert_close(value, runs[1][name], msg=lambda text, name=name: f"{name}: {text}")
 
 
+@needs("offload")
 @pytest.mark.parametrize("place", ["before forward", "beside backward", "after backward"])
 def test_edits_through_data_that_begin_late(pool: Pool, place: str, tmp_path: Path) -> None:
     pool.run(2, _clip_at, place, str(tmp_path))

@@ -12,6 +12,7 @@ import torch
 
 from lt_zero import ops
 from lt_zero.optim import Lamb
+from tests.support.features import needs, skip_without
 from tests.support.matrix import only
 from tests.support.stream_order import Bug, Run, planted, waits
 
@@ -58,11 +59,13 @@ AWAY = {
     ),
 )
 def test_a_step_waits_for_nothing(name: str, kernels: bool) -> None:
+    skip_without(RUNS[name])
     if kernels and not ops.available(torch.device("cpu")):
         pytest.skip("there are no native kernels")
     assert waits(replace(RUNS[name], peer=True, kernels=kernels)) == []
 
 
+@needs("offload")
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("name", only(["states on the host"], AWAY))
 def test_a_step_on_the_host_waits_for_the_factor_of_clipping(name: str, kernels: bool, tmp_path: Path) -> None:
@@ -127,6 +130,7 @@ def test_values_of_sharded_weights_are_compared_after_the_first_two_forwards(ste
     ids=["a list", "a mask", "a counter", "numbers in backward", "a digest for each bucket"],
 )
 def test_a_wait_that_is_planted_is_found(bug: Bug, operator: str) -> None:
+    skip_without({**RUNS, **AWAY}[bug.run])
     with planted(bug):
         found = waits(replace({**RUNS, **AWAY}[bug.run], peer=True))
     of_clipping = {"to"} if bug.run in AWAY else set()

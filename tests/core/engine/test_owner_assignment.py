@@ -20,16 +20,17 @@ from torch.optim import Optimizer
 
 import lt_zero
 from lt_zero import estimate
+from lt_zero.common import accelerator
 from lt_zero.common.boxes import ParamSpec
 from lt_zero.config.options import engine_options
 from lt_zero.config.precision import dtype_policy
 from lt_zero.core.engine.layout import ALIGN, Owners, aligned, join, plan_bucket, share_out, split_by_size
 from lt_zero.core.engine.partition import plan_engine
 from lt_zero.core.engine.storage_plan import HOST
-from lt_zero.offload import host_store
 from lt_zero.optim import Lamb, Muon, muon_groups
 from lt_zero.planning.check import measured
 from lt_zero.planning.forecast import GRADS, MASTER, MOMENTS, REDUCE, WEIGHTS
+from tests.support.features import skip_without
 from tests.support.matrix import only, only_rows
 from tests.support.models import Block, next_token_loss, tokens
 from tests.support.parity import Case, check, config_of, full_values
@@ -251,12 +252,12 @@ def _states_at(place: tuple[int, str], name: str, folder: str) -> None:
     stage, device = place
     along = ALONG if stage else {}  # at stage 0 every rank has whole parameters
     zero: dict[str, Any] = {**along, "offload_optimizer": {"device": device, "nvme_path": folder}}
-    host_store._apart = device == "cpu"
+    accelerator._apart = device == "cpu"
     try:
         case = Case(Odd, next_token_loss, stage, WHOLE[name], zero=zero, rtol=1e-3, atol=1e-3)
         check(case).offload_manager.close()
     finally:
-        host_store._apart = False
+        accelerator._apart = False
 
 
 PLACES = [(2, "none"), (1, "cpu"), (3, "nvme"), (0, "nvme")]
@@ -270,6 +271,8 @@ PLACES = [(2, "none"), (1, "cpu"), (3, "nvme"), (0, "nvme")]
     ),
 )
 def test_offloaded_states(pool: Pool, tmp_path: Any, place: tuple[int, str], name: str) -> None:
+    if place[1] != "none":
+        skip_without("offload")
     pool.run(2, _states_at, place, name, str(tmp_path))
 
 

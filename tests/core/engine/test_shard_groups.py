@@ -17,6 +17,7 @@ from lt_zero import ConfigError
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
 from lt_zero.optim import Lamb
+from tests.support.features import needs
 from tests.support.matrix import only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import RELEASE, Case, check, config_of, full_values
@@ -78,6 +79,7 @@ def test_shared_memory_gives_the_bits_of_one_group(
             np.testing.assert_array_equal(got[name], value, err_msg=name)
 
 
+@needs("offload")
 @pytest.mark.parametrize(("stage", "kind"), only_rows([(3, "lamb")], itertools.product([1, 2, 3], ["adamw", "lamb"])))
 def test_replicas_stay_equal(pool: Pool, tmp_path: Path, stage: int, kind: str) -> None:
     """To the bit, over sockets, with states in files."""

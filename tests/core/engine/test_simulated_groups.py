@@ -27,6 +27,7 @@ from lt_zero.core.engine.gather import Gatherer, Unit
 from lt_zero.core.engine.grad_reducer import GradReducer
 from lt_zero.core.engine.guard import is_guarded
 from lt_zero.core.stores.store import Store
+from tests.support.features import needs
 from tests.support.parity import STAGES, CountedStorage, config_of, counted_storages, full_grads, full_values
 from tests.support.simulated import LateGroup, group_of_one, one_of
 
@@ -143,6 +144,7 @@ def test_a_unit_waits_for_its_own_updates_only(stage: int) -> None:
         assert guarded_units(engine) == []
 
 
+@needs("offload")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_gpu_gathers_background_steps_from_the_thread_that_waits(stage: int, tmp_path: Path) -> None:
     """In the order of the steps, whichever is needed first: GPU queues would deadlock if it differed between ranks."""

@@ -46,7 +46,7 @@ def _exchanged(turns: int) -> tuple[list[tuple[str, list[int]]], list[tuple[str,
     with mock.patch.object(world, "host_max", lambda tensor, name: (sent.append(name), host_max(tensor, name))[1]):
         for found in [flags.launch() for _ in range(turns)]:
             found.wait()
-            flags.handle(found)
+            flags.handle(found.numbers())
     for _, work, _ in launched:
         work.wait()
     return handled, [(name, own.tolist()) for name, _, own in launched], sent

@@ -272,10 +272,9 @@ BUGS = {
 
 
 def _skip_without_features(name: str) -> None:
-    """Skip the run of this name if it has averages or saved activations, and these were taken out."""
-    for part, feature in (("averages", "ema"), ("saved activations", "activation_checkpointing")):
-        if part in name:
-            skip_without(feature)
+    """Skip the run of this name if what it has was taken out: averages, saved activations, states on the host."""
+    parts = {"averages": "ema", "saved activations": "activation_checkpointing", "host": "offload", "files": "offload"}
+    skip_without(*(feature for part, feature in parts.items() if part in name))
 
 
 @pytest.mark.parametrize("name", only(["host with averages, stage 3", "files, stage 3"], ONE))

@@ -25,9 +25,8 @@ from lt_zero.core.comm.work import CollectiveId
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.step.overlap import Overlap
-from lt_zero.offload import host_store
 from lt_zero.training.loop.access import local_grad
+from tests.support.features import needs, skip_without
 from tests.support.lightning_tools import BATCH, GPT, sharded_trainer, weights
 from tests.support.matrix import only_rows
 from tests.support.mixtures import WIDTH, Mixture, start
@@ -92,7 +91,7 @@ def _train(script: str, stage: int, optimizer: str, zero: dict[str, Any], apart:
     torch.manual_seed(0)
     model = Net().double()
     reference = copy.deepcopy(model)
-    with mock.patch.object(host_store, "_apart", apart):
+    with mock.patch.object(accelerator, "_apart", apart):
         engine = lt_zero.shard(model, config_of(stage, zero))
     made, expected = OPTIMIZERS[optimizer](model.parameters()), OPTIMIZERS[optimizer](reference.parameters())
     owner = lt_zero.ShardedOptimizer(engine, made)
@@ -157,6 +156,7 @@ def test_six_ranks(pool: Pool, script: str, groups: dict[str, Any]) -> None:
     pool.run(6, _train, script, 3, "sgd", {**groups, **RELEASE}, env=SOCKETS)
 
 
+@needs("offload")
 @pytest.mark.parametrize(
     ("script", "place", "apart", "overlap"),
     only_rows(
@@ -277,6 +277,8 @@ def _require(engine: Engine, wanted: dict[str, Tensor], when: str) -> None:
 )
 def test_a_save_in_the_middle_of_a_window(pool: Pool, tmp_path: Path, stage: int, offload: bool) -> None:
     """``offload``: to files, whose steps run beside the next forward."""
+    if offload:
+        skip_without("offload")
     where = {"device": "nvme", "nvme_path": str(tmp_path), "overlap_step": True}
     zero = {**PAIRS, "offload_optimizer": where} if offload else PAIRS
     dtype = torch.float32 if offload else torch.float64  # kernels step that
@@ -288,6 +290,8 @@ def _beside_backward(folder: str) -> int:
 
     The weights are those of one process after each step.
     """
+    from lt_zero.features.offload.overlap import Overlap
+
     early = 0
     landed = Overlap._landed
 
@@ -325,6 +329,7 @@ def _beside_backward(folder: str) -> int:
     return early
 
 
+@needs("offload")
 def test_a_step_beside_backward_waits_for_the_sums(pool: Pool, tmp_path: Path) -> None:
     assert all(early > 0 for early in pool.run(4, _beside_backward, str(tmp_path), env=SOCKETS))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import lt_zero
 from lt_zero.config.precision import dtype_policy
 from lt_zero.core.engine.engine import Engine
-from tests.support.features import skip_without
+from tests.support.features import needs, skip_without
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of, full_values
@@ -206,6 +206,7 @@ def test_weights_come_back_with_other_features(pool: Pool, stage: int, feature: 
     pool.run(2, _as_without, stage, "bf16-mixed", [_swap, _swap_by_hand], FEATURES[feature])
 
 
+@needs("offload")
 @pytest.mark.parametrize(("stage", "device"), only_rows([(3, "cpu")], itertools.product([0, 2, 3], ["cpu", "nvme"])))
 def test_offloaded_weights_come_back(tmp_path: Path, stage: int, device: str) -> None:
     """On a simulated device, whose order of copies is checked."""

@@ -13,6 +13,7 @@ import lt_zero
 from lt_zero.core.engine.bucket import State
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.guard import owner_of
+from tests.support.features import skip_without
 from tests.support.matrix import only_rows
 from tests.support.models import Net, tokens
 from tests.support.pool import Pool
@@ -52,6 +53,8 @@ def _uneven(counts: list[list[int]], stage: int, folder: str) -> None:
 @pytest.mark.parametrize(("stage", "files"), only_rows([(3, True), (2, False)], [(3, False), (3, True), (2, False)]))
 def test_ranks_that_are_done_follow_the_others(pool: Pool, tmp_path: Any, stage: int, files: bool) -> None:
     """None at all, as the first forwards ever, and after others; prefetches and files included."""
+    if files:
+        skip_without("offload")
     pool.run(3, _uneven, [[0, 3, 1], [2, 0, 0], [1, 1, 1], [0, 0, 4]], stage, str(tmp_path) if files else "")
 
 

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero.checkpoint.native.pieces import full_optimizer_state, load_full_optimizer_state
+from lt_zero.common import accelerator
 from lt_zero.core.comm.shard_group import ShardGroup
-from lt_zero.offload import host_store
 from lt_zero.optim import Lamb
 from tests.support.checkpoint_tools import everything, resume, same
+from tests.support.features import needs, skip_without
 from tests.support.lamb_tools import RULE, Odd, Transcript, groups_of, lamb, loss
 from tests.support.lightning_tools import GPT
 from tests.support.matrix import only, only_rows
@@ -137,15 +138,16 @@ def _resting(path: str, stage: int) -> None:
         assert any("exp_avg_sq" in b.states for b in engine.buckets) or dist.get_rank() > 0
         close(got, want, (stage, "nvme"))
         engine.offload_manager.close()
-        host_store._apart = True
+        accelerator._apart = True
         try:
             got, engine, _ = train(stage, {"offload_optimizer": {"device": "cpu", "overlap_step": overlap}}, clip=0.5)
         finally:
-            host_store._apart = False
+            accelerator._apart = False
         close(got, want, (stage, "cpu"))
         engine.offload_manager.close()
 
 
+@needs("offload")
 @pytest.mark.parametrize(("world", "stage"), only_rows([(3, 3)], [(1, 0), (3, 1), (3, 3)]))
 def test_offload(pool: Pool, tmp_path: Path, world: int, stage: int) -> None:
     pool.run(world, _resting, str(tmp_path), stage)
@@ -168,6 +170,7 @@ def _sixteen_bits(dtype: torch.dtype, keys: dict[str, Any]) -> None:
         close(got, want, (stage, dtype))
 
 
+@needs("offload")
 @pytest.mark.parametrize(("dtype", "keys"), only_rows([LOW[1]], LOW), ids=str)
 def test_low_precision(pool: Pool, dtype: torch.dtype, keys: dict[str, Any]) -> None:
     pool.run(2, _sixteen_bits, dtype, keys)
@@ -258,6 +261,8 @@ def _go_on(stage: int, path: str, zero: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(("stage", "place"), only_rows([(3, "nvme")], [(1, "none"), (3, "none"), (3, "nvme")]))
 def test_goes_on_with_other_ranks(pool: Pool, tmp_path: Path, stage: int, place: str) -> None:
     """From two ranks to three; all stages go on as stage 0 does."""
+    if place != "none":
+        skip_without("offload")
     path = str(tmp_path / "saved.pt")
     pool.run(2, _save, 3, path)
     zero = {"offload_optimizer": {"device": place, "nvme_path": str(tmp_path)}}

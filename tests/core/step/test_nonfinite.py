@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_zero.core.step.loss_scale import NonFiniteError
+from tests.support.features import skip_without
 from tests.support.lightning_tools import GPT, assert_same, sharded_trainer, single_trainer, weights
 from tests.support.matrix import only, only_rows
 from tests.support.pool import Pool
@@ -75,6 +76,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", only(["3", "clipped", "beside"], CASES))
 def test_one_warning(pool: Pool, name: str) -> None:
+    skip_without(CASES[name].zero)
     case = CASES[name]
     first, *others = pool.run(2, _warned, case.stage, case.kind, case.zero, case.options)
     assert not any(others)
@@ -119,6 +121,9 @@ def _skipped(stage: int, optimizer: str, offload: bool) -> Any:
     ),
 )
 def test_skip_leaves_the_step_out(pool: Pool, stage: int, offload: bool, optimizer: str) -> None:
+    if offload:
+        skip_without("offload")
+
     class Without(GPT):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
             self.seen.append(0.0)

@@ -16,15 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
+from lt_zero.common import accelerator
 from lt_zero.common.errors import ConfigError
 from lt_zero.core.engine.optimizer_spec import is_known
 from lt_zero.kernels.moments import CodedMoments
-from lt_zero.offload import host_store
 from lt_zero.optim import Lion
 from lt_zero.planning.check import measured
 from lt_zero.training.lightning.model_report import memory_report
 from lt_zero.training.loop.access import full_state, local_state, set_full_state, set_local_state
 from tests.support.checkpoint_tools import everything, resume
+from tests.support.features import needs, skip_without
 from tests.support.lightning_tools import GPT, sharded_trainer
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
@@ -219,12 +220,13 @@ def _coded_away(path: str, stage: int, optimizer: str) -> None:
         same(got, want, stage)
         assert {s.dtype for b in engine.buckets for s in b.states.values()} == {torch.uint8, torch.float32}
         engine.offload_manager.close()
-        with mock.patch.object(host_store, "_apart", True):
+        with mock.patch.object(accelerator, "_apart", True):
             zero = {"offload_optimizer": {"device": "cpu"}}
             got, engine, _ = train_offloaded(stage, None, optimizer, keys=INT8, zero=zero)
         same(got, want, stage)
 
 
+@needs("low_bit_states", "offload")
 @pytest.mark.parametrize(
     ("stage", "optimizer"), only_rows([(3, "AdamW")], itertools.product([1, 3], ["AdamW", "SGD", "RMSprop"]))
 )
@@ -247,13 +249,14 @@ def _away(path: str, stage: int, optimizer: str) -> None:
         assert engine.offload_manager.streams
         engine.offload_manager.close()
     assert nbytes[True] * 2 == nbytes[False]
-    with mock.patch.object(host_store, "_apart", True):
+    with mock.patch.object(accelerator, "_apart", True):
         zero = {"offload_optimizer": {"device": "cpu"}}
         got, engine, _ = train_offloaded(stage, None, optimizer, keys=BF16, zero=zero)
     same(got, want, stage)
     assert all(b.offloaded for b in engine.buckets)
 
 
+@needs("offload")
 @pytest.mark.parametrize(
     ("stage", "optimizer"),
     only_rows([(3, "AdamW")], itertools.product([1, 3], ["AdamW", "SGD", "RMSprop"])),
@@ -312,6 +315,7 @@ RESUMED = [
 @pytest.mark.parametrize(("saving", "resuming"), only_rows([RESUMED[0], RESUMED[4]], RESUMED))
 def test_resumes_bit_for_bit(pool: Pool, tmp_path: Path, saving: Any, resuming: Any, files: bool) -> None:
     """Rounded once where the new run keeps bf16, and exactly where it keeps more."""
+    skip_without(saving, resuming, "offload" if files else "")
     path = str(tmp_path / "a.ckpt")
     pool.run(saving[0], _save, saving[1], path, saving[2])
     zero = blocks(str(tmp_path), resuming[1] == 3) if files else {}
@@ -327,6 +331,7 @@ def _coded(stage: int, kind: str, fused: bool) -> dict[str, Tensor]:
         return run(kind, stage, world, fused_step=fused, **INT8)[0]
 
 
+@needs("low_bit_states")
 @pytest.mark.parametrize("kind", ["adamw", "momentum", "rmsprop"])
 def test_codes_are_the_same_at_every_stage(kind: str) -> None:
     """Optimizers without a kernel for codes step decoded copies."""
@@ -342,6 +347,7 @@ def test_codes_are_the_same_at_every_stage(kind: str) -> None:
                 assert (got[name] - value).abs().max() < 0.1 * STEPS * 1e-2
 
 
+@needs("low_bit_states")
 @pytest.mark.parametrize(("stage", "world"), only_rows([(3, 2)], itertools.product([1, 2, 3], [2, 3])))
 def test_codes_are_the_same_on_all_ranks(pool: Pool, stage: int, world: int) -> None:
     want = pool.run(world, _coded, 0, "adamw", True)[0]
@@ -352,6 +358,7 @@ def test_codes_are_the_same_on_all_ranks(pool: Pool, stage: int, world: int) -> 
         assert world > 2 or equal == len(want)
 
 
+@needs("low_bit_states")
 def test_embeddings_and_small_parameters_stay_wide() -> None:
     model = nn.Sequential(nn.Embedding(70, 70), nn.Linear(70, 70), nn.Linear(70, 50))
     engine = lt_zero.shard(model, config_of(2, **INT8))
@@ -383,6 +390,7 @@ def _accessed(path: str | None) -> None:
         engine.offload_manager.close()
 
 
+@needs("low_bit_states", "offload")
 @pytest.mark.parametrize("files", [False, True])
 def test_coded_moments_are_read_and_set_as_others(tmp_path: Path, files: bool) -> None:
     _accessed(str(tmp_path) if files else None)
@@ -391,6 +399,7 @@ def test_coded_moments_are_read_and_set_as_others(tmp_path: Path, files: bool) -
 # ---- planned and refused -------------------------------------------------------------------------------------------
 
 
+@needs("low_bit_states")
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_forecast_has_half_the_moments(fused: bool) -> None:
     found = {}
@@ -438,6 +447,7 @@ def test_refuses_states_that_may_be_more_than_moments(make: Any) -> None:
 )
 def test_loading_the_states_that_an_optimizer_has_changes_nothing(tmp_path: Path, dtype: str, place: str) -> None:
     """torch casts states to the dtype of the parameters, and those of bf16 weights have more bits."""
+    skip_without(dtype, "offload" if place else "")
     zero = {"offload_optimizer": {"device": place, **({"nvme_path": str(tmp_path)} if place == "nvme" else {})}}
     keys, found = {"optimizer_states": {"dtype": dtype}, "bf16": {"enabled": True}}, []
     for loads in (False, True):
@@ -477,6 +487,7 @@ def test_a_hook_around_loading_keeps_its_word() -> None:
     assert model.bias not in optimizer.state
 
 
+@needs("low_bit_states")
 def test_a_form_that_no_moments_have_is_told() -> None:
     with pytest.warns(UserWarning, match=r"optimizer_states.dtype=int8 changes nothing.* 4096 elements"):
         lt_zero.shard(nn.Linear(63, 64), config_of(1, **INT8))

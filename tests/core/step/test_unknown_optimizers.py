@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 import lt_zero
 from lt_zero.core.step.optimizer_trial import Division
 from lt_zero.core.step.supported_optimizers import check_parts, check_supported, tried
+from tests.support.features import needs
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import STAGES, Case, check, config_of, full_values
@@ -396,5 +397,6 @@ def test_schedule_free_in_sixteen_bits(pool: Pool) -> None:
     pool.run(2, _schedule_free, 2, keys, {}, 3e-2)
 
 
+@needs("offload")
 def test_schedule_free_with_states_in_files(pool: Pool, tmp_path: Any) -> None:
     pool.run(2, _schedule_free, 3, {}, {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}, 1e-5)

@@ -50,12 +50,12 @@ FOLDER = "a folder: O_DIRECTORY refuses all else"
 MEMORY = "no file, or one of shared memory"
 EXCEPTIONS = {
     ("checkpoint/formats/reading.py", "torch.load"): OPENED,
-    ("checkpoint/formats/records.py", "maps.read_text"): SYSTEM,
-    ("checkpoint/formats/records.py", "zipfile.ZipFile"): OPENED,
+    ("checkpoint/formats/mapped_records.py", "maps.read_text"): SYSTEM,
     ("checkpoint/formats/torch_file.py", "safe_open"): OPENED,
     ("checkpoint/native/archive.py", "torch.load"): MEMORY,
     ("checkpoint/native/archive.py", "zipfile.ZipFile"): MEMORY,
     ("checkpoint/native/directory.py", "temporary.open"): NEW,
+    ("checkpoint/native/records.py", "zipfile.ZipFile"): OPENED,
     ("checkpoint/native/torchfile.py", "zipfile.ZipFile"): NEW,
     ("checkpoint/open.py", "zipfile.ZipFile"): OPENED,
     ("core/comm/shared_memory.py", "mmap.mmap"): MEMORY,

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 import lt_zero
+from lt_zero.common import accelerator
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.stores.thread_pool import SwapError
 from lt_zero.features.activation_checkpointing import stores
 from lt_zero.features.activation_checkpointing.checkpointing import installed
 from lt_zero.features.activation_checkpointing.stores import ActivationStore
-from lt_zero.offload import host_store
 from tests.support.checkpointed_nets import net, run, same
 from tests.support.matrix import only_rows
 from tests.support.models import next_token_loss
@@ -39,7 +39,7 @@ PLACES: dict[str, dict[str, Any]] = {
 def apart() -> Iterator[None]:
     """As if the device had memory of its own; tensors of any size are stored."""
     with (
-        mock.patch.object(host_store, "_apart", True),
+        mock.patch.object(accelerator, "_apart", True),
         mock.patch.object(stores, "_MIN_BYTES", 1),
     ):
         yield

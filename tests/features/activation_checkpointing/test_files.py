@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lt_zero.common import accelerator
 from lt_zero.core.stores import direct_file
 from lt_zero.core.stores.store import CopyEvent
 from lt_zero.core.stores.thread_pool import SwapError, Transfer
 from lt_zero.features.activation_checkpointing.stores import ActivationStore
-from lt_zero.offload import host_store
 from lt_zero.offload.copy_streams import CopyStream
 from lt_zero.offload.swap_file import SwapFile
 from tests.features.activation_checkpointing.store_tools import (
@@ -33,7 +33,7 @@ from tests.support.offload_tools import change
 
 @pytest.fixture(autouse=True)
 def _apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_store, "_apart", True)
+    monkeypatch.setattr(accelerator, "_apart", True)
 
 
 def test_files_are_used_again_and_removed(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def _away(store: ActivationStore) -> list[object]:
 def test_bytes_that_changed_on_the_disk_are_nan_and_a_problem(
     apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_store, "_apart", apart)
+    monkeypatch.setattr(accelerator, "_apart", apart)
     store = opened("files", tmp_path)
     packed = _away(store)
     for path in tmp_path.glob("lt_zero-*/activations-1"):
@@ -88,7 +88,7 @@ def test_bytes_that_changed_on_the_disk_are_nan_and_a_problem(
 def test_a_disk_that_is_full_or_fails_is_a_problem_and_no_loss(
     apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_store, "_apart", apart)
+    monkeypatch.setattr(accelerator, "_apart", apart)
     monkeypatch.setattr(direct_file, "free_bytes", lambda path: 3 * NBYTES)
     store, net = opened("files", tmp_path), blocks()
     forward(net, rows(1), store).backward()
@@ -100,7 +100,7 @@ def test_a_disk_that_is_full_or_fails_is_a_problem_and_no_loss(
     assert "activations-" in str(store.problem)
     store.close()
     monkeypatch.undo()
-    monkeypatch.setattr(host_store, "_apart", apart)
+    monkeypatch.setattr(accelerator, "_apart", apart)
     store = opened("files", tmp_path)
 
     def broken(*args: object) -> None:
@@ -146,7 +146,7 @@ def test_a_path_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_writes_go_on_beside_forward_and_reads_come_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_store, "_apart", False)
+    monkeypatch.setattr(accelerator, "_apart", False)
     store = opened("files", tmp_path)
     go = threading.Event()
     events = list[object]()

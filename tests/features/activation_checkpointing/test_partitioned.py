@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from lt_zero.common import accelerator
 from lt_zero.config.blocks import ActivationCheckpointing
 from lt_zero.core.comm.part_ranks import PartRanks
 from lt_zero.core.comm.world import World
@@ -25,7 +26,6 @@ from lt_zero.features.activation_checkpointing import partitioned, stores
 from lt_zero.features.activation_checkpointing.checkpointing import open_store
 from lt_zero.features.activation_checkpointing.partitioned import PartitionedStore, _Digests
 from lt_zero.features.activation_checkpointing.stores import ActivationStore
-from lt_zero.offload import host_store
 from tests.features.activation_checkpointing.store_tools import CPU, PLACES, WIDTH, Feed, gradients, same
 from tests.support.matrix import only
 from tests.support.pool import Pool
@@ -41,7 +41,7 @@ def opened(place: str = "device", folder: Path | None = None) -> PartitionedStor
     world = World.join(CPU)
     parts = [list(range(world.size))]
     ranks = PartRanks(world, parts, world.new_group(None, parts, closes=True))
-    with mock.patch.object(host_store, "_apart", True), mock.patch.object(stores, "_MIN_BYTES", 1):
+    with mock.patch.object(accelerator, "_apart", True), mock.patch.object(stores, "_MIN_BYTES", 1):
         made = open_store(
             ActivationCheckpointing(partition_activations=True, **block), CPU, DEPTH, rank=dist.get_rank(), ranks=ranks
         )

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from lt_zero.common import accelerator
 from lt_zero.config.blocks import ActivationCheckpointing
 from lt_zero.features.activation_checkpointing.checkpointing import open_store
 from lt_zero.features.activation_checkpointing.stores import ActivationStore
-from lt_zero.offload import host_store
 from lt_zero.offload.copy_streams import CopyStream
 from tests.features.activation_checkpointing.store_tools import (
     CPU,
@@ -34,13 +34,13 @@ from tests.features.activation_checkpointing.store_tools import (
 
 @pytest.fixture(autouse=True)
 def _apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_store, "_apart", True)
+    monkeypatch.setattr(accelerator, "_apart", True)
 
 
 @pytest.fixture(params=[*PLACES, "files here"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ActivationStore]:
     """Files both ways: on a device that is apart, and on one that is the host's memory."""
-    monkeypatch.setattr(host_store, "_apart", request.param != "files here")
+    monkeypatch.setattr(accelerator, "_apart", request.param != "files here")
     made = opened(request.param.removesuffix(" here"), tmp_path)
     yield made
     made.close()
@@ -119,7 +119,7 @@ class InPlace(nn.Module):
 def test_a_forward_that_writes_to_its_input_is_recomputed_from_what_it_was(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_store, "_apart", False)
+    monkeypatch.setattr(accelerator, "_apart", False)
     store, (a, b, c) = opened(place, tmp_path), (InPlace() for _ in range(3))
     x = rows(1)
     c(b(a(x.clone() * 1))).sum().backward()
@@ -356,7 +356,7 @@ def test_copies_come_before_they_are_asked_for(tmp_path: Path, monkeypatch: pyte
 
 
 def test_on_a_cpu_they_are_in_host_memory_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_store, "_apart", False)
+    monkeypatch.setattr(accelerator, "_apart", False)
     assert open_store(ActivationCheckpointing(cpu_checkpointing=True), CPU, 6) is None
     assert open_store(ActivationCheckpointing(mode="full"), CPU, 6) is None
 

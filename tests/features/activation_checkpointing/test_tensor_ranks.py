@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lt_zero.common import accelerator
 from lt_zero.features.activation_checkpointing import stores
 from lt_zero.features.activation_checkpointing.checkpointing import installed
 from lt_zero.features.activation_checkpointing.partitioned import PartitionedStore
-from lt_zero.offload import host_store
 from tests.support.lightning_tools import quick, sharded_trainer
 from tests.support.matrix import only_rows
 from tests.support.parallel_module import BATCH, Module
@@ -56,7 +56,7 @@ def _gradients(
 def _same(ranks: Ranks, stage: int, sequence: bool, place: str, mode: str, folder: Path) -> None:
     block = {key: folder if key == "nvme_path" else value for key, value in PLACES[place].items()}
     want, _ = _gradients(ranks, stage, sequence, mode)
-    with mock.patch.object(host_store, "_apart", True), mock.patch.object(stores, "_MIN_BYTES", 1):
+    with mock.patch.object(accelerator, "_apart", True), mock.patch.object(stores, "_MIN_BYTES", 1):
         got, found = _gradients(ranks, stage, sequence, mode, partition_activations=True, **block)
     for name, value in want.items():
         assert torch.equal(got[name], value), name

@@ -17,6 +17,7 @@ from lt_zero.core.engine.averaged_weights import average_of
 from lt_zero.features.ema.average import WeightAverage
 from lt_zero.planning.check import measured
 from lt_zero.planning.forecast import MOMENTS
+from tests.support.features import needs
 from tests.support.lightning_tools import quick
 from tests.support.matrix import only
 from tests.support.models import Net, next_token_loss
@@ -75,6 +76,7 @@ def _share_a_name(folder: str) -> None:
     assert not all(torch.equal(want[1][name], value) for name, value in want[0].items())
 
 
+@needs("offload")
 def test_an_optimizer_may_have_a_state_of_the_same_name(pool: Pool, tmp_path: Path) -> None:
     pool.run(1, _share_a_name, str(tmp_path))
 

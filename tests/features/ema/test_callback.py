@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero import EMA
 from lt_zero.core.engine.averaged_weights import average_of
+from tests.support.features import skip_without
 from tests.support.lightning_tools import GPT, QUIET, sharded_trainer, single_trainer, torchrun_env, trust
 from tests.support.matrix import only_rows
 from tests.support.pool import Pool
@@ -107,6 +108,7 @@ PRECISIONS = ["32-true", "bf16-mixed", "bf16-true", "bf16 masters"]
 def test_the_average_is_that_of_one_process(
     pool: Pool, tmp_path: Path, ranks: int, stage: int, precision: str, zero: dict[str, Any]
 ) -> None:
+    skip_without(zero)
     pool.run(ranks, _averages, stage, precision, zero, str(tmp_path))
 
 
@@ -202,6 +204,8 @@ def _tuned(stage: int | None, device: str, folder: str) -> list[float]:
 def test_weights_that_are_unfrozen_are_averaged_from_the_start(
     pool: Pool, tmp_path: Path, stage: int, device: str
 ) -> None:
+    if device != "none":
+        skip_without("offload")
     wanted = _tuned(None, "none", str(tmp_path / "single"))
     assert pool.run(2, _tuned, stage, device, str(tmp_path / "zero"))[0] == pytest.approx(wanted, rel=1e-6)
 
@@ -454,6 +458,8 @@ SLOW = [
 def test_a_run_that_is_saved_after_its_end_goes_on(
     pool: Pool, tmp_path: Path, between: str, stage: int, precision: str, form: str, device: str
 ) -> None:
+    if device != "none":
+        skip_without("offload")
     pool.run(2, _saved_after, str(tmp_path), between, stage, precision, form, device)
 
 

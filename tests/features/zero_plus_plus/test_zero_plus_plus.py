@@ -18,6 +18,7 @@ from lt_zero import ConfigError
 from lt_zero.core.engine.bucket import State
 from lt_zero.features.zero_plus_plus.zero_plus_plus import GRADIENTS, GRADIENTS_INSIDE, WEIGHTS
 from tests.support.checkpoint_tools import copied, resume, same, train
+from tests.support.features import skip_without
 from tests.support.matrix import cover, only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.nodes import NodePool, Traffic
@@ -258,6 +259,8 @@ def _rounded_updates(stage: int, offload: str) -> None:
     ("stage", "offload"), only_rows([(1, "none"), (2, "cpu")], itertools.product([1, 2], ["none", "cpu"]))
 )
 def test_updates_are_gathered_rounded(pool: Pool, stage: int, offload: str) -> None:
+    if offload != "none":
+        skip_without("offload")
     pool.run(2, _rounded_updates, stage, offload)
 
 

@@ -24,13 +24,14 @@ from torch.utils.data import DataLoader
 
 from lt_zero import ZeroStrategy
 from lt_zero.common import accelerator
-from lt_zero.common import timing as clocks
 from lt_zero.common.phases import PARTS, STAGES, running_clock
 from lt_zero.core.stores import direct_file
 from lt_zero.planning.limits import peak_rss
 from lt_zero.training.lightning.monitor import breakdown
+from lt_zero.training.lightning.monitor import timing as clocks
 from lt_zero.training.lightning.monitor.breakdown import EVERY, memory_now
 from tests.support.fake_time import Time
+from tests.support.features import needs
 from tests.support.lightning_tools import QUIET, torchrun_env
 from tests.support.matrix import only, only_rows
 from tests.support.pool import Pool
@@ -270,6 +271,7 @@ def test_stages_add_up_to_the_wall(tmp_path: Path) -> None:
     assert "time/forward_ms" in (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0]
 
 
+@needs("offload")
 def test_slow_files_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_some, slept = direct_file.read_some, []
 

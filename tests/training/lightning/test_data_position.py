@@ -108,6 +108,11 @@ class BeginsByStep(Model):
         return DataLoader(Subset(Noisy(), rows), batch_size=4, num_workers=self.loaders())  # type: ignore[arg-type]
 
 
+def rows(count: int) -> DataLoader[Tensor]:
+    """Rows in their order."""
+    return DataLoader(Subset(Noisy(), [index % 24 for index in range(count)]), batch_size=4)
+
+
 def test_saving_changes_nothing(tmp_path: Path) -> None:
     options = {"max_epochs": 2, "val_check_interval": 3}
     assert fit(Validated(new_loader), 1, callbacks=[Saver(tmp_path, "batch")], **options) == fit(
@@ -158,16 +163,30 @@ def test_a_stream_that_draws_its_order_with_its_first_batch(tmp_path: Path) -> N
     ("make", "stop"),
     [
         (lambda: GoesOnByItself(DrawsBatches), 3),
-        (lambda: BeginsByStep(lambda: 0), 2),
         (lambda: BeginsByStep(lambda: 0), 4),
         pytest.param(lambda: BeginsByStep(lambda: 1), 2, marks=pytest.mark.slow),
     ],
-    ids=["draws between batches", "begins by the step", "begins so late that it ends", "workers"],
+    ids=["draws between batches", "begins so late that it ends", "workers"],
 )
 def test_another_order_is_told(make: Any, stop: int, tmp_path: Path) -> None:
     fit(make(), 1, callbacks=[Saver(tmp_path, "batch", [stop])], max_epochs=1)
     with pytest.raises(UserWarning, match=f"batch {stop} is another one now.*random numbers.*global_step"):
         fit(make(), 2, tmp_path / f"{stop}.ckpt", max_epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "sizes"),
+    [
+        (lambda: BeginsByStep(lambda: 0), lambda: BeginsByStep(lambda: 0), "24 samples at the checkpoint, and has 16"),
+        (lambda: Model(lambda: rows(24)), lambda: Model(lambda: rows(32)), "24 samples at the checkpoint, and has 32"),
+    ],
+    ids=["begins by the step", "has grown"],
+)
+def test_another_number_of_samples_is_told(saved: Any, resumed: Any, sizes: str, tmp_path: Path) -> None:
+    """The indices of the batches are the same."""
+    fit(saved(), 1, callbacks=[Saver(tmp_path, "batch", [2])], max_epochs=1)
+    with pytest.raises(UserWarning, match=f"had {sizes} now.*same.*global_step"):
+        fit(resumed(), 2, tmp_path / "2.ckpt", max_epochs=1)
 
 
 @pytest.mark.parametrize("workers", only([{}], [{}, {"persistent_workers": True}]), ids=["workers", "persistent"])

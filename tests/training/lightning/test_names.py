@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 
 import lt_zero
 from lt_zero.training.lightning import names
+from tests.support.features import skip_without
 from tests.support.lightning_tools import GPT, single_trainer
 
 CPU = {"accelerator": "cpu", "devices": 1}
@@ -31,6 +32,8 @@ CPU = {"accelerator": "cpu", "devices": 1}
     ],
 )
 def test_names_are_registered(name: str, stage: int, optimizer: str, param: str) -> None:
+    if optimizer != "none":
+        skip_without("offload")
     trainer = single_trainer(strategy=name, max_epochs=1, limit_train_batches=1)
     for strategy in (trainer.strategy, L.Fabric(strategy=name, **CPU).strategy):  # type: ignore[arg-type]
         zero = strategy.config.zero_optimization  # type: ignore[attr-defined]

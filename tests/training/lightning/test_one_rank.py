@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 import lt_zero
-from lt_zero.training.lightning import fabric, strategy
+from lt_zero.training.lightning import sharded_strategy
 
 
 class _Counts(LightningEnvironment):
@@ -32,12 +32,15 @@ class _AloneError(Exception):
 
 
 @pytest.mark.parametrize(("size", "ending"), [(1, _AloneError), (2, _JoinedError)])
-@pytest.mark.parametrize("module", [strategy, fabric], ids=["trainer", "fabric"])
+@pytest.mark.parametrize(
+    ("kind", "set_up"),
+    [(lt_zero.ZeroStrategy, "setup_distributed"), (lt_zero.FabricZeroStrategy, "_setup_distributed")],
+    ids=["trainer", "fabric"],
+)
 def test_tasks_that_the_environment_counts_join(
-    module: Any, size: int, ending: type[Exception], monkeypatch: pytest.MonkeyPatch
+    kind: Any, set_up: str, size: int, ending: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind: Any = lt_zero.ZeroStrategy if module is strategy else lt_zero.FabricZeroStrategy
-    face = kind(stage=2, parallel_devices=[torch.device("cpu")], cluster_environment=_Counts(size))
+    strategy = kind(stage=2, parallel_devices=[torch.device("cpu")], cluster_environment=_Counts(size))
 
     def alone(*_: Any) -> None:
         raise _AloneError
@@ -45,7 +48,7 @@ def test_tasks_that_the_environment_counts_join(
     def joined(*_: Any) -> None:
         raise _JoinedError
 
-    monkeypatch.setattr(module, "init_alone", alone)
-    monkeypatch.setattr(module, "begin_restarted", joined)
+    monkeypatch.setattr(sharded_strategy, "init_alone", alone)
+    monkeypatch.setattr(sharded_strategy, "begin_restarted", joined)
     with pytest.raises(ending):
-        (face.setup_distributed if module is strategy else face._setup_distributed)()
+        getattr(strategy, set_up)()

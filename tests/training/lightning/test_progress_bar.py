@@ -25,8 +25,9 @@ from lt_zero.checkpoint.open import verify
 from lt_zero.common import progress_bar as room
 from lt_zero.common.progress_bar import ProgressBar, duration, follow_lines, progress_bar
 from lt_zero.config import ZeroConfig
-from lt_zero.training.lightning.monitor.run_monitor import logger_level
+from lt_zero.training.lightning.monitoring import logger_level
 from tests.support.export_tools import Memory
+from tests.support.features import needs
 from tests.support.lightning_tools import GPT, sharded_trainer, trust
 from tests.support.pool import Pool
 
@@ -255,6 +256,7 @@ def test_sharding_counts_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.far("Sharding") == [(len(engine.buckets), len(engine.buckets))]
 
 
+@needs("offload")
 def test_files_of_states_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = Seen()
     monkeypatch.setattr(room, "_watch", seen.watch)

@@ -21,6 +21,7 @@ from lt_zero import CheckpointError, ConfigError
 from lt_zero.checkpoint.native import rank_state
 from lt_zero.checkpoint.open import open_source
 from lt_zero.config.load import ConfigWarning
+from tests.support.features import skip_without
 from tests.support.lightning_tools import quick
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
@@ -396,6 +397,8 @@ def _sets(stage: int, device: str) -> None:
 
 @pytest.mark.parametrize(("stage", "device"), only_rows([(3, "cpu")], [(0, "none"), (2, "none"), (3, "cpu")]))
 def test_values_can_be_set(pool: Pool, stage: int, device: str) -> None:
+    if device != "none":
+        skip_without("offload")
     pool.run(2, _sets, stage, device)
 
 

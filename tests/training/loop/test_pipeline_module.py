@@ -68,7 +68,7 @@ class Plain:
 def _train(stage: int, stages: int, keys: dict[str, Any]) -> None:
     data = dist.get_world_size() // stages
     engine, *_ = lt_zero.initialize(model=_module(stages), config=_config(stage, **keys))
-    reference, source = Plain(data), _batches(engine.session.data_rank)
+    reference, source = Plain(data), _batches(engine.session.division.data_rank)
     assert engine.is_first_stage() == (dist.get_rank() < data)
     rough = {"rtol": 2e-2, "atol": 2e-3} if keys else {"rtol": 1e-5, "atol": 1e-6}
     for _ in range(3):

@@ -191,8 +191,8 @@ def test_tags_are_the_same_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_sequence_ranks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh = SimpleNamespace(sizes=SimpleNamespace(sequence=2), sequence_rank=1)
-    engine = SimpleNamespace(session=SimpleNamespace(mesh=mesh))
+    mesh = {"sequence_parallel": SimpleNamespace(size=lambda: 2, get_local_rank=lambda: 1)}
+    engine = SimpleNamespace(session=SimpleNamespace(division=SimpleNamespace(device_mesh=mesh)))
     monkeypatch.setattr(groups, "current_engine", lambda: engine)
     assert (groups._get_sequence_parallel_world_size(), groups._get_sequence_parallel_rank()) == (2, 1)
 

@@ -634,7 +634,7 @@ class LoaderPlace:
         if opening is not None and not (isinstance(opening, dict) and are_states(opening.get("own"))):
             return ["opening"]
         witness = packed["witness"]
-        if witness is not None and not (isinstance(witness, dict) and isinstance(witness.get("digest"), int)):
+        if witness is not None and not Witness.can_be_read(witness):
             return ["witness"]
         return []
 
@@ -671,8 +671,9 @@ class LoaderPosition:
         self.openings = 0  # passes with the same workers
         self.witness: Witness | None = None
         self._before: RandomStates | None = None  # the read that is under way
-        # Of a loader that ``skips_indices``: the number of samples, and the indices of the last batch.
-        self._indices: tuple[int | None, Any] | None = None
+        # Of a loader that ``skips_indices``: the number of samples in this pass, and the indices of the last batch.
+        self._size: int | None = None
+        self._indices: Any = None
         self._epochs = Epochs(self.own.parts)
         self._resumed: list[Iterator[Any]] = []
         self._loaded: Any = None  # the state that a stateful loader was given, until it is read
@@ -748,13 +749,13 @@ class LoaderPosition:
         self._indices = None
         indices = getattr(batches, "_sampler_iter", None)
         if self.skips_indices and indices is not None:
-            # A program that leaves out the samples that were seen gives the same indices to a shorter data set.
-            batches._sampler_iter = self._remembered(indices, _size_of(self.loader.dataset))
+            self._size = _size_of(self.loader.dataset)
+            batches._sampler_iter = self._remembered(indices)
 
-    def _remembered(self, indices: Iterator[Any], size: int | None) -> Iterator[Any]:
+    def _remembered(self, indices: Iterator[Any]) -> Iterator[Any]:
         for item in indices:
             # A sampler may give the same list again, in another order.
-            self._indices = (size, list(item) if type(item) is list else _copied(item))
+            self._indices = list(item) if type(item) is list else _copied(item)
             yield item
 
     def reading(self, states: RandomStates | None) -> None:
@@ -769,8 +770,11 @@ class LoaderPosition:
         self._loaded = None
         if self._before is None:
             return
-        shown = self._indices if self.skips_indices else batch
-        self.witness = Witness(shown, self._before, stays=self.skips_indices) if shown is not None else None
+        self.witness = None
+        if not self.skips_indices:
+            self.witness = Witness(batch, self._before)
+        elif self._indices is not None:
+            self.witness = Witness(self._indices, self._before, stays=True, size=self._size)
         self._before = None
 
     # ---- saving and restoring ------------------------------------------------------------------------------------
@@ -973,6 +977,14 @@ class LoaderPosition:
                 "other data, or the program leaves out the samples that were seen (by `trainer.global_step`), as "
                 "lt_zero does by itself"
             )
+        elif witness is not None and witness.size is not None and witness.size != self._size:
+            # A program that leaves out the samples that were seen gives the same indices to a shorter data set.
+            self._warn(
+                f"had {witness.size} samples at the checkpoint, and has {self._size} now. The indices of the samples "
+                "that were seen are the same, so the run goes on after them. If the program leaves out the samples "
+                "that were seen (by `trainer.global_step`), as many are left out once more, as lt_zero does so by "
+                "itself: let the data begin where it does in a new run"
+            )
         return batches
 
     def _skip(self, count: int, witness: Witness | None) -> tuple[Iterator[Any], bool]:
@@ -999,8 +1011,7 @@ class LoaderPosition:
             item = next(items, self)
             if item is self:
                 return batches, witness is None  # the dataset has become smaller: the epoch ends here
-        shown = (_size_of(self.loader.dataset), item) if self.skips_indices else item
-        return batches, witness is None or witness.saw(shown)
+        return batches, witness is None or witness.saw(item)
 
     def tell_unsaved(self) -> None:
         """Warn about private state that a checkpoint does not have."""

@@ -29,10 +29,12 @@ class Witness:
             for a checkpoint, as this is done for each batch.
         states: before it was read.
         stays: whether nobody changes the batch in place. Its values are then read when they are needed, without a copy.
+        size: the number of samples of the data set, if ``batch`` is only the indices of a batch; None: it is unknown.
     """
 
-    def __init__(self, batch: Any, states: RandomStates, stays: bool = False) -> None:
+    def __init__(self, batch: Any, states: RandomStates, stays: bool = False, size: int | None = None) -> None:
         self.states = states
+        self.size = size
         self._some: Iterable[Any] = _some_of(batch) if stays else list(_some_of(batch))
         self._digest: int | None = None
 
@@ -45,14 +47,21 @@ class Witness:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers and tensors."""
-        return {"digest": self.digest, "states": self.states.state_dict()}
+        return {"digest": self.digest, "size": self.size, "states": self.states.state_dict()}
 
     @classmethod
     def of(cls, packed: Any, where: str) -> Witness:
         """Restore from ``state_dict``. Raises: CheckpointError."""
-        witness = cls(None, RandomStates.of(packed["states"], where))
+        witness = cls(None, RandomStates.of(packed["states"], where), size=packed.get("size"))
         witness._digest = packed["digest"]
         return witness
+
+    @staticmethod
+    def can_be_read(packed: Any) -> bool:
+        """True if ``of`` can restore from it, but for the random states."""
+        whole = isinstance(packed, dict) and isinstance(packed.get("digest"), int)
+        # Checkpoints from before sizes were saved have none.
+        return whole and isinstance(packed.get("size"), (int, type(None)))
 
     def saw(self, batch: Any) -> bool:
         """True if a batch has the values of the one that was read."""

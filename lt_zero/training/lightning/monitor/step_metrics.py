@@ -234,7 +234,7 @@ class StepPrinter(RunObserver):
             sums[0] = self._loss / self._losses
         session: Session = cast(Any, trainer.strategy).session
         # Ranks that see the same data have equal counts of it, which are of whole rows.
-        sums = trainer.strategy.reduce(sums, session.data_group, reduce_op="sum")
+        sums = trainer.strategy.reduce(sums, session.division.data_group, reduce_op="sum")
         # Collective if the device has a skip flag.
         skipped = plugin.skipped_steps
         figures = tuple((figure, figure.read()) for figure in self._figures)
@@ -248,7 +248,7 @@ class StepPrinter(RunObserver):
                 "loss": loss / losses if losses else None,
                 "loss_scale": plugin.loss_scale if plugin.scaler is not None else None,
                 "skipped_steps": skipped if plugin.loss_scale_controller.checks else None,
-                "samples_per_s": total / seconds if seconds and counted == session.data_ranks else None,
+                "samples_per_s": total / seconds if seconds and counted == session.division.data_ranks else None,
                 "tflops": operations / world / seconds / 1e12 if seconds and known == world else None,
                 "memory_gb": memory_gb(device),
                 "figures": figures,

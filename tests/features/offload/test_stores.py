@@ -13,15 +13,16 @@ from unittest import mock
 import pytest
 import torch
 
+from lt_zero.common import accelerator
 from lt_zero.common.codec import Codec
 from lt_zero.config.blocks import Aio
 from lt_zero.config.options import io_options
-from lt_zero.core.engine import offload_manager
 from lt_zero.core.stores.pinned import aligned_buffer
 from lt_zero.core.stores.store import CODES, Place, Speed, Store
+from lt_zero.features.offload import manager as offload_manager
 from lt_zero.kernels.codecs import INT8, TWO_BITS
 from lt_zero.kernels.moments import CodedMoments, PlainMoments, decode
-from lt_zero.offload import host_store, nvme_store
+from lt_zero.offload import nvme_store
 from lt_zero.offload.host_store import FedStore, HostLink, HostStore, StreamedStore
 from tests.support.matrix import only_rows
 from tests.support.offload_runs import in_memory, same, train
@@ -113,7 +114,7 @@ class Archive:
 def _compressed(path: str, apart: bool, stage: int, dtype: torch.dtype | None) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(offload_manager._TIERS, "nvme", Archive)
-        patch.setattr(host_store, "_apart", apart)
+        patch.setattr(accelerator, "_apart", apart)
         got, engine, _ = train(stage, path, dtype=dtype)
         assert all(type(b.weights.master) is Compressed for b in engine.buckets)
         assert not any(s.nbytes for b in engine.buckets for s in b.stores() if s.streamed), "away after a step"

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
+from lt_zero.common import accelerator
 from lt_zero.common.flat_storage import with_own_storage
 from lt_zero.deepspeed.sharding import OffloadDeviceEnum, OffloadStateTypeEnum
-from lt_zero.offload import host_store
-from lt_zero.training.loop import moved_states
-from lt_zero.training.loop.moved_states import KINDS, _tensors_of, move_back, move_to_host
+from lt_zero.features.offload import moved_states
+from lt_zero.features.offload.moved_states import KINDS, _tensors_of, move_back, move_to_host
 from tests.support.models import Net
 from tests.support.pool import Pool
 
@@ -39,7 +39,7 @@ def _trained(stage: int, kind: str, moves: bool, **keys: Any) -> tuple[dict[str,
     engine, moved = _engine(stage, Net(), kind, **keys), {}
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     _step(engine)
-    with mock.patch.object(host_store, "_apart", True):  # the CPU as a device with memory of its own
+    with mock.patch.object(accelerator, "_apart", True):  # the CPU as a device with memory of its own
         for kind in KINDS if moves else ():
             engine.offload_states(include=[kind])
             moved[kind] = sum(each.host.numel() for each in engine.moved._moved) - sum(moved.values())
@@ -53,7 +53,7 @@ def _trained(stage: int, kind: str, moves: bool, **keys: Any) -> tuple[dict[str,
 
 def _beside_host() -> dict[str, int]:
     block = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": {"device": "cpu"}}
-    with mock.patch.object(host_store, "_apart", True):
+    with mock.patch.object(accelerator, "_apart", True):
         return _twice(3, "AdamW", {"zero_optimization": block, **BF16})
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import lt_zero
-from lt_zero.offload import host_store
+from lt_zero.common import accelerator
 from tests.support.matrix import only, only_rows
 from tests.support.offload_runs import OPTIMIZERS, in_memory, same, train
 from tests.support.parity import STAGES, full_values
@@ -100,7 +100,7 @@ def _host(stage: int, optimizer: str, dtype: torch.dtype | None) -> None:
     want = in_memory(stage, optimizer, dtype)
     for params in ("cpu", "none") if stage == 3 else ("none",):
         zero = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": params}}
-        with mock.patch.object(host_store, "_apart", True):
+        with mock.patch.object(accelerator, "_apart", True):
             got, engine, _ = train(stage, None, optimizer, dtype=dtype, zero=zero)
         same(got, want, (stage, params))
         assert all(b.offloaded and not b.streamed for b in engine.buckets)
@@ -137,7 +137,7 @@ def _files_apart(path: str, stage: int, optimizer: str, dtype: torch.dtype | Non
     """As with a GPU and NVMe: what comes from files has to go to the device."""
     want = in_memory(stage, optimizer, dtype)
     for params in (True, False) if stage == 3 else (False,):
-        with mock.patch.object(host_store, "_apart", True):
+        with mock.patch.object(accelerator, "_apart", True):
             got, engine, _ = train(stage, path, optimizer, dtype=dtype, params=params)
         same(got, want, (stage, params))
         engine.offload_manager.close()

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
-import lt_zero.offload.host_store as host_store
 from lt_zero.checkpoint.native.pieces import full_optimizer_state, load_full_optimizer_state
+from lt_zero.common import accelerator
 from lt_zero.core.engine.full_params import restore_whole
 from lt_zero.core.engine.whole_model import full_state_dict
 from tests.support.lightning_tools import GPT, weights
@@ -129,7 +129,7 @@ def test_wide_frozen_weights_are_gathered_in_the_compute_dtype(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are kept in fp32, but moving that to the device would take twice the bytes."""
-    monkeypatch.setattr(host_store, "_apart", True)
+    monkeypatch.setattr(accelerator, "_apart", True)
     model = nn.Sequential(nn.Linear(48, 48), nn.Linear(48, 48))
     model[0].requires_grad_(False)
     before = model[0].weight.detach().clone()

@@ -23,41 +23,116 @@ Note [Beside the next forward]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Iterator, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from lt_zero.common import accelerator
+from lt_zero.common.users_code import warn
+from lt_zero.core.comm.world import World
 from lt_zero.core.engine.bucket import Bucket, ComparedDigests
-from lt_zero.core.engine.offload_manager import OffloadManager
+from lt_zero.core.engine.options import StatesOffload
+from lt_zero.core.step.background_steps import BackgroundSteps, OverlappingOffload
 from lt_zero.core.step.fused_step import FusedStep, Part
 from lt_zero.core.step.param_groups import ShardedParamGroups, StepParam
 from lt_zero.core.step.reduced_grads import ReducedGrads
-from lt_zero.offload.background import Job
+from lt_zero.core.stores.thread_pool import SwapError
+from lt_zero.offload.background import Background, Job
+
+log = logging.getLogger("lt_zero")
 
 _WAITING = 1  # the most buckets that are queued with gradients in memory, if gradients are in files
 
 
-class Overlap:
+@dataclass(kw_only=True)
+class SteppingOffload(OverlappingOffload):
+    """The background thread of one engine, and what is known of its steps."""
+
+    how: StatesOffload
+    background: Background | None = None
+    failure: SwapError | None = None  # the first error of a background step
+
+    def overlap(self, background: Background | None) -> None:
+        """Step in the background from now on, by this thread; None: other ranks do."""
+        self.overlaps = True
+        self.background = background
+
+    @override
+    def background_steps(self, fragments: ShardedParamGroups, fused: FusedStep | None, grads: ReducedGrads) -> Overlap:
+        return Overlap(self, fragments, fused, grads)
+
+    def streaming(self) -> AbstractContextManager[object]:
+        """Context for visiting buckets one by one."""
+        return nullcontext()
+
+    def note(self, error: Exception) -> None:
+        """Record an error of a background step. See background.py, Note [Errors in the thread]."""
+        if not isinstance(error, SwapError):
+            log.error("A step in the background failed", exc_info=error)
+            error = SwapError(f"a step in the background failed ({error!r}); restart from a checkpoint")
+        self.failure = self.failure or error
+
+    @override
+    def find_problem(self) -> SwapError | None:
+        return self.failure or super().find_problem()
+
+    @override
+    def refuse_partially_stepped(self, world: World, problem: str = "") -> None:
+        with world.agree("checking steps beside backward", SwapError):
+            if problem:
+                raise SwapError(problem)
+            if self.partially_stepped:
+                raise SwapError(
+                    f"{self.partially_stepped} were stepped during a backward that no optimizer step followed, so the "
+                    "weights are from two different steps. Load a checkpoint; to step only after backward, set "
+                    "zero_optimization.offload_optimizer.overlap_step=false."
+                )
+
+    @override
+    def accept_partially_stepped(self) -> None:
+        if self.partially_stepped:
+            ahead = self.partially_stepped
+            self.end_partially_stepped()
+            warn(f"Training goes on although the weights of {ahead} are a step ahead of the others: load a checkpoint.")
+
+    @override
+    def rest(self) -> None:
+        if self.background is not None:
+            self.background.close()
+
+    @override
+    def close(self) -> None:
+        if self.background is not None:
+            self.background.close()
+        self.background = None
+
+
+class Overlap(BackgroundSteps):
     """The background steps of one optimizer.
 
     Args:
+        offload: has the thread; without one nothing is stepped in the background.
         fragments: of the optimizer.
         fused: its kernel; without one nothing is stepped in the background.
         grads: its reduced gradients.
     """
 
-    def __init__(self, fragments: ShardedParamGroups, fused: FusedStep | None, grads: ReducedGrads) -> None:
+    def __init__(
+        self, offload: SteppingOffload, fragments: ShardedParamGroups, fused: FusedStep | None, grads: ReducedGrads
+    ) -> None:
         self._fragments = fragments
         self._fused = fused
         self._grads = grads
         self._engine = fragments.engine
-        self._offload = fragments.engine.offload_manager
+        self._offload = offload
         self._early: dict[Bucket, int] = {}  # stepped beside the last backward -> ``GradAccumulator.changes`` then
         self._backwards = 0  # ``Engine.backwards`` after that backward
-        self.early: set[Bucket] = set()  # buckets of the running step that were stepped beside backward
-        self.late: set[Bucket] = set()  # buckets of the running step that the background thread publishes
+        self.early: set[Bucket] = set()
+        self.late: set[Bucket] = set()
         self._digests = ComparedDigests({})  # at the beginning of the backward
         self._stepped_digests: dict[Bucket, Tensor | None] = {}  # when a bucket was stepped beside it
         self._members: dict[Bucket, list[StepParam]] = {}
@@ -66,20 +141,17 @@ class Overlap:
 
     # ---- beside backward ---------------------------------------------------------------------------------------
 
+    @override
     @contextmanager
     def beside_backward(self) -> Iterator[None]:
-        """Context for a backward that this optimizer's step follows, with gradients unread in between.
-
-        No effect where nothing can be stepped early. See Note [Beside backward].
-        """
+        """Context of a backward. See Note [Beside backward]."""
         # If no step followed the last backward, the engine stays partially stepped, and the next check says so.
         self._end_early()
-        manager = self._stepping_manager()
-        if manager is None or not self._can_begin():
+        if self._offload.background is None or not self._can_begin():
             yield
             return
         try:
-            with self._engine.reducer.stepping(self._landed), manager.streaming():
+            with self._engine.reducer.stepping(self._landed), self._offload.streaming():
                 yield
         except BaseException:
             self._end_early()
@@ -89,11 +161,6 @@ class Overlap:
             for bucket in self._early:
                 # Backward is over, so later forwards may gather the bucket again.
                 bucket.end_early_step()
-
-    def _stepping_manager(self) -> OffloadManager | None:
-        """The manager with a background thread; None: there is no thread."""
-        offload = self._offload
-        return offload if isinstance(offload, OffloadManager) and offload.background is not None else None
 
     def _can_begin(self) -> bool:
         fused = self._fused
@@ -158,12 +225,8 @@ class Overlap:
             # Discarding saves a write and a read of the file; ``end_step`` clears the gradients.
             bucket.grads.values.discard()
 
+    @override
     def take_early(self, used: dict[Bucket, list[int]]) -> set[Bucket]:
-        """The buckets that were stepped beside backward. Collective.
-
-        Raises:
-            SwapError: on all ranks, if gradients or hyper-parameters have changed since on one.
-        """
         problem = self._edited_meanwhile()
         same = all(bucket in used and bucket.grads.changes == then for bucket, then in self._early.items())
         self.early = self._end_early()
@@ -185,17 +248,12 @@ class Overlap:
 
     # ---- beside the next forward -------------------------------------------------------------------------------
 
+    @override
     def plan_late(
-        self, members: dict[Bucket, list[StepParam]], early: set[Bucket], used: dict[Bucket, list[int]]
+        self, members: dict[Bucket, list[StepParam]], early: Set[Bucket], used: dict[Bucket, list[int]]
     ) -> dict[Bucket, list[Part] | None]:
-        """The buckets that the background thread steps and publishes, in the same order on all ranks.
-
-        None instead of a plan: the thread only publishes, because the bucket is in ``early``, or because this rank has
-        to move states first.
-        """
         fused = self._fused
-        manager = self._stepping_manager()
-        if fused is None or manager is None or manager.how.overlap_step is not True:
+        if fused is None or self._offload.background is None or self._offload.how.overlap_step is not True:
             return {}
         taken = fused.takes(b for b in used if b.offloaded and fused.steps_alone(b))
         plans: dict[Bucket, list[Part] | None] = {}
@@ -205,8 +263,8 @@ class Overlap:
                 plans[bucket] = None if bucket in early else fused.plan(bucket, members.get(bucket, []))
         return plans
 
+    @override
     def hand_over(self, bucket: Bucket, parts: list[Part] | None) -> None:
-        """Have the background thread step (with ``parts``) and publish a bucket."""
         bucket.release()
         publish = bucket.await_publication()
         self.late.add(bucket)
@@ -223,17 +281,17 @@ class Overlap:
     def _submit(
         self, bucket: Bucket, step: Callable[[], None], publish: Callable[[], object] | None, limit: int | None
     ) -> None:
-        manager = self._stepping_manager()
-        assert manager is not None
-        assert manager.background is not None
+        background = self._offload.background
+        assert background is not None
         bucket.weights.copy.note_readers()
         bucket.edits.pause()
-        job = Job(step, bucket.stores_of_step, publish, manager.note)
+        job = Job(step, bucket.stores_of_step, publish, self._offload.note)
         bucket.hand_over(job)
-        manager.background.hand_over(job, limit)
+        background.hand_over(job, limit)
 
     # ---- after a step ------------------------------------------------------------------------------------------
 
+    @override
     def end_step(self) -> None:
         """Forget the buckets of the step; clears gradients whose files were discarded."""
         for bucket in self.early:
@@ -243,8 +301,8 @@ class Overlap:
                 bucket.grads.clear(set(bucket.grads.valid))
         self.early, self.late = set(), set()
 
+    @override
     def forget_states(self) -> None:
-        """Make the next step no background step, as it moves states, which were loaded, to the bucket stores."""
         self._steady = {}
         self._offload.end_partially_stepped()
         self._end_early()

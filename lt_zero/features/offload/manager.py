@@ -1,4 +1,4 @@
-"""The offload of one engine: its buckets in host memory or files, and the background step."""
+"""The offload of one engine: its buckets in host memory or files; its background steps: overlap.py."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from typing_extensions import override
 from lt_zero.common import accelerator
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.units import format_bytes
-from lt_zero.common.users_code import warn
 from lt_zero.core.comm.ranks import Ranks
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.bucket_weights import NO_COPY
-from lt_zero.core.engine.offload import Offload
-from lt_zero.core.engine.options import EngineOptions, StatesOffload
+from lt_zero.core.engine.options import EngineOptions
 from lt_zero.core.engine.storage_plan import DEVICE, HOST, NVME
 from lt_zero.core.stores.pinned import return_large_blocks
 from lt_zero.core.stores.store import Place, Speed, stream
 from lt_zero.core.stores.thread_pool import SwapError
+from lt_zero.features.offload.overlap import SteppingOffload
 from lt_zero.offload.background import Background
-from lt_zero.offload.host_store import HostLink, host_place, is_apart
+from lt_zero.offload.host_store import HostLink, host_place
 from lt_zero.offload.nvme_store import NvmeFiles
 
 log = logging.getLogger("lt_zero")
@@ -36,15 +35,12 @@ _TIERS: dict[str, Callable[..., NvmeFiles]] = {"nvme": NvmeFiles}
 
 
 @dataclass(kw_only=True)
-class OffloadManager(Offload):
+class OffloadManager(SteppingOffload):
     """Files, host link and background thread of one engine."""
 
-    how: StatesOffload
     optim: NvmeFiles | None = None  # files of master weights, states and gradients
     params: NvmeFiles | None = None  # files of the weights that gathers read
-    background: Background | None = None
     host_link: HostLink | None = None
-    failure: SwapError | None = None  # the first error of a background step
 
     @property
     @override
@@ -59,13 +55,7 @@ class OffloadManager(Offload):
             for number in stream(groups, self.optim.room, self.how.pipeline_read, self.how.pipeline_write):
                 yield buckets[number]
 
-    def note(self, error: Exception) -> None:
-        """Record an error of a background step. See background.py, Note [Errors in the thread]."""
-        if not isinstance(error, SwapError):
-            log.error("A step in the background failed", exc_info=error)
-            error = SwapError(f"a step in the background failed ({error!r}); restart from a checkpoint")
-        self.failure = self.failure or error
-
+    @override
     def streaming(self) -> AbstractContextManager[object]:
         """Context for visiting buckets one by one. See ``NvmeFiles.streaming``."""
         return self.optim.streaming() if self.optim is not None else nullcontext()
@@ -86,32 +76,6 @@ class OffloadManager(Offload):
             with world.agree(name, SwapError):
                 if (problem := self.find_problem()) is not None:
                     raise problem
-
-    @override
-    def refuse_partially_stepped(self, world: World, problem: str = "") -> None:
-        with world.agree("checking steps beside backward", SwapError):
-            if problem:
-                raise SwapError(problem)
-            if self.partially_stepped:
-                raise SwapError(
-                    f"{self.partially_stepped} were stepped during a backward that no optimizer step followed, so the "
-                    "weights are from two different steps. Load a checkpoint; to step only after backward, set "
-                    "zero_optimization.offload_optimizer.overlap_step=false."
-                )
-
-    def note_partially_stepped(self, buckets: str) -> None:
-        """Note that ``buckets`` are stepped in a backward, and the others are not yet."""
-        self.partially_stepped = buckets
-
-    def end_partially_stepped(self) -> None:
-        """Note that the others are stepped, too, or that all weights are replaced."""
-        self.partially_stepped = ""
-
-    def accept_partially_stepped(self) -> None:
-        if self.partially_stepped:
-            ahead = self.partially_stepped
-            self.end_partially_stepped()
-            warn(f"Training goes on although the weights of {ahead} are a step ahead of the others: load a checkpoint.")
 
     @override
     def require(self, world: World, states: int) -> None:
@@ -159,21 +123,21 @@ class OffloadManager(Offload):
 
     @override
     def rest(self) -> None:
-        if self.background is not None:
-            self.background.close()
+        super().rest()
         for tier in self.tiers:
             tier.rest()
 
     @override
     def close(self) -> None:
-        if self.background is not None:
-            self.background.close()
+        super().close()
         for tier in self.tiers:
             tier.close()
-        self.background = self.optim = self.params = None
+        self.optim = self.params = None
 
 
-def open_offload(world: World, buckets: Sequence[Bucket], options: EngineOptions, device: torch.device) -> Offload:
+def open_offload(
+    world: World, buckets: Sequence[Bucket], options: EngineOptions, device: torch.device
+) -> OffloadManager:
     """Say where the tensors of each bucket are kept, as the options say.
 
     Call it before ``Bucket.load_initial``. Collective over ``world``, some of whose ranks may have no buckets, or none
@@ -184,15 +148,12 @@ def open_offload(world: World, buckets: Sequence[Bucket], options: EngineOptions
     """
     optim = options.offload_states
     params = options.offload_params
-    apart = is_apart(device)
+    apart = accelerator.is_apart(device)
     for name, block in (("offload_optimizer", optim), ("offload_param", params)):
         if block.device == "cpu" and not apart:
             log.info("zero_optimization.%s.device=cpu has no effect: the model is on the CPU already", name)
-    if (optim.device, params.device) == ("none", "none"):
-        return Offload()
-    manager = OffloadManager(how=optim)
+    manager = OffloadManager(how=optim, has_files=bool(_TIERS.keys() & {optim.device, params.device}))
     pin = accelerator.is_accelerator(device) and options.pin_memory
-    manager.has_files = bool(_TIERS.keys() & {optim.device, params.device})
     if manager.has_files:
         return_large_blocks()
         numels, moments = [b.shard.numel() for b in buckets], [b.moments for b in buckets]
@@ -218,11 +179,12 @@ def open_offload(world: World, buckets: Sequence[Bucket], options: EngineOptions
     offloads = torch.tensor([any(bucket.offloaded for bucket in buckets)], dtype=torch.uint8)
     own = bool(offloads)
     world.host_max(offloads, "whether steps run in the background").wait()
-    manager.overlaps = bool(offloads)
     if own:
         pipeline = (optim.buffer_count, optim.pipeline_read, optim.pipeline_write)
         streaming = manager.optim.streaming if manager.optim is not None else nullcontext  # without the manager
-        manager.background = Background(*pipeline, streaming, device)
+        manager.overlap(Background(*pipeline, streaming, device))
+    elif bool(offloads):
+        manager.overlap(None)
     return manager
 
 

@@ -31,7 +31,7 @@ from lt_zero.common.users_code import warn
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.stores.pinned import host_buffer
 from lt_zero.core.stores.store import Store
-from lt_zero.offload.host_store import FedStore, is_apart
+from lt_zero.offload.host_store import FedStore
 
 KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 _ON_DEVICE = (Store, FedStore)  # what their subclasses keep is elsewhere already
@@ -93,7 +93,7 @@ class MovedStates:
         engine.finish_steps()
         engine.gatherer.release_all()
         engine.reducer.free_buffers()
-        if is_apart(engine.device):
+        if accelerator.is_apart(engine.device):
             self._moved += move_to_host(_tensors_of(engine, optimizer, kinds), pin)
         if self._hook is None:  # the module may be called without the engine
             self._hook = engine.root.register_forward_pre_hook(lambda *_: self.refuse("A forward"), prepend=True)

@@ -17,12 +17,12 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import lt_zero
+from lt_zero.common import accelerator
 from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.common.errors import ConfigError
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
 from lt_zero.kernels import rounding
-from lt_zero.offload import host_store
 from lt_zero.optim import Lamb, Lion, Muon, muon_groups
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from tests.support.constant_module import Constant
@@ -158,7 +158,7 @@ def _others(stage: int, kind: str, path: str) -> list[dict[str, Tensor]]:
     """In memory, in host memory apart from the device's, in files."""
     found = [trained(kind, stage)]
     if path:
-        with mock.patch.object(host_store, "_apart", True):
+        with mock.patch.object(accelerator, "_apart", True):
             found.append(trained(kind, stage, {"offload_optimizer": {"device": "cpu"}}))
         found.append(trained(kind, stage, blocks(path, stage == 3)))
     return found

@@ -1,0 +1,1 @@
+"""Offload: weights, gradients and optimizer states in host memory or files."""
