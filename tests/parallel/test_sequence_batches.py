@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ from torch import Tensor, nn
 
 from lt_zero.common.errors import ConfigError
 from lt_zero.parallel import cut_batch, cut_sequence, from_zigzag
-from lt_zero.parallel.sequence.batches import Takes
+from lt_zero.parallel.sequence.batches import Takes, cut_entries, last_layout
+from lt_zero.parallel.sequence.huggingface import whole_mask
+from tests.support.happens_before import places
 from tests.support.sequences import LENGTH, as_rank, batch_of, parts, whole
+from tests.support.simulated_device import machine
 
 MODEL = Takes(shifts=True, masks=True, causal=True, padding=7)
 BIDIRECTIONAL = Takes(shifts=None, masks=True, causal=False)
@@ -73,6 +77,25 @@ def test_sequences_in_a_row_are_told_apart() -> None:
     square = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool)
     for part, _ in parts({**batch, "attention_mask": square}, 2):
         assert part["attention_mask"] is square
+
+
+def test_masks_know_sequences_on_the_device_where_a_batch_was_cut_on_the_host() -> None:
+    """As loaders of Fabric give it."""
+    found: list[Tensor] = []
+
+    def mask(**given: Any) -> None:
+        found.append(inspect.getclosurevars(given["mask_function"]).nonlocals["sequences"])
+
+    with machine() as order, as_rank(0, 2) as ranks, places(order):
+        group: Any = ranks.group
+        group.device = torch.device("cpu")  # the simulated device
+        positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+        cut_entries({"input_ids": torch.zeros(1, 8), "position_ids": positions}, ranks, MODEL)
+        whole_mask("sdpa", mask, q_length=4, kv_length=4, mask_function=lambda *_: True)
+        layout = last_layout(ranks)
+        assert layout is not None
+        assert [order.is_host(sequences) for sequences in (layout.sequences, *found)] == [True, False]
+    assert found[0].tolist() == [[0, 0, 0, 1, 1, 1, 1, 1]]
 
 
 UNKNOWN: list[tuple[Any, str]] = [
