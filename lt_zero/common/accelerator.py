@@ -302,5 +302,10 @@ def generators(device: torch.device) -> list[torch.Generator]:
     return [made[with_index(device).index]] if made else []
 
 
+def default_generators(device_type: str) -> list[torch.Generator]:
+    """The generators that modules on a device of that type draw from: the host's, and the device's."""
+    return [torch.default_generator, *generators(torch.device(device_type))]
+
+
 def _module(device: torch.device) -> Any:
     return torch.get_device_module(device)

@@ -153,10 +153,13 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def missing_part(module: str, error: ModuleNotFoundError) -> str | None:
-    """The module that an import of ``module`` has not found, itself or a package around it; None: it lacks a library.
+    """The module of its own package that an import of ``module`` has not found; None: it lacks a library.
 
     >>> missing_part("lt_zero.features.ema.callback", ModuleNotFoundError(name="lt_zero.features.ema"))
     'lt_zero.features.ema'
+    >>> missing_part("lt_zero.parallel.feature", ModuleNotFoundError(name="lt_zero.parallel.experts"))
+    'lt_zero.parallel.experts'
     >>> missing_part("lt_zero.features.ema.callback", ModuleNotFoundError(name="numpy"))
     """
-    return error.name if error.name is not None and f"{module}.".startswith(f"{error.name}.") else None
+    package, _, _ = module.partition(".")
+    return error.name if error.name is not None and f"{error.name}.".startswith(f"{package}.") else None

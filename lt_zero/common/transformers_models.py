@@ -42,7 +42,7 @@ def sequences_of(positions: Any) -> Tensor | None:
 
 
 def mixes_whole_rows(inputs: Mapping[str, Any]) -> str:
-    """How a cache mixes up whole rows, which are packed if positions begin anew and no mask keeps sequences apart."""
+    """Tell how a cache mixes up whole rows: packed ones, if positions begin anew and no mask keeps sequences apart."""
     packed = inputs.get("attention_mask") is None and sequences_of(inputs.get("position_ids")) is not None
     return "lets the sequences of a row see each other" if packed else ""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -42,6 +42,25 @@ class BatchCut(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.key}={self.ranks}"
+
+
+class RowRanks(Protocol):
+    """The ranks that have parts of the same rows.
+
+    Attributes:
+        group: exchanges parts of rows between them.
+        parts: from so many parts of a row a rank gathers what its own is compared with; 1: it gets whole rows.
+        method: by which they do.
+    """
+
+    @property
+    def group(self) -> Any: ...
+
+    @property
+    def parts(self) -> int: ...
+
+    @property
+    def method(self) -> str: ...
 
 
 class Division:
@@ -98,7 +117,7 @@ class Division:
 
     @property
     def part_rank(self) -> int:
-        """Which part of the model's tensors this rank has."""
+        """The number of the part of the model's tensors that this rank has."""
         return 0
 
     @property
@@ -143,7 +162,12 @@ class Division:
             _current.clear()
 
     def find(self, kind: type[T]) -> T | None:
-        """What parts of a model ask the run for, by its class; None: the run has none."""
+        """Return what parts of a model ask the run for, by its class; None: the run has none."""
+        return None
+
+    @property
+    def row_ranks(self) -> RowRanks | None:
+        """The ranks that have parts of the rows which this rank sees now; None: it sees whole rows."""
         return None
 
     # ---- building modules --------------------------------------------------------------------------------------
@@ -259,6 +283,12 @@ _current: list[weakref.ref[Division]] = []
 def current() -> Division | None:
     """The run that this process has joined last; None: it is over, or there was none."""
     return _current[0]() if _current else None
+
+
+def current_row_ranks() -> RowRanks | None:
+    """``Division.row_ranks`` of the current run; None: rows are whole, or there is no run."""
+    run = current()
+    return run.row_ranks if run is not None else None
 
 
 class PartOfRun(nn.Module):

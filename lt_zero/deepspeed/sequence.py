@@ -14,7 +14,7 @@ from typing import Any
 
 from lt_zero.common.arguments import expect_number
 from lt_zero.core.comm.process_groups import rank_and_size
-from lt_zero.parallel.sequence.ranks import current
+from lt_zero.core.division import current_row_ranks
 
 
 class _NoGroupYet:
@@ -41,12 +41,12 @@ class SequenceState:
 
     def get_sequence_parallel_rank(self) -> int:
         """Index of this rank's part of sequences; without tensor parallelism neighbours share a sequence."""
-        ranks = current()
-        return ranks.rank if ranks is not None else rank_and_size()[0] % self.size
+        ranks = current_row_ranks()
+        return int(ranks.group.rank) if ranks is not None else rank_and_size()[0] % self.size
 
     def get_sequence_parallel_group(self) -> Any:
         """The ranks with the other parts of this rank's sequences; before ``initialize`` nothing that torch takes."""
-        ranks = current()
+        ranks = current_row_ranks()
         return ranks.group.process_group if ranks is not None else _NoGroupYet()
 
 

@@ -25,6 +25,7 @@ from lt_zero.parallel.plan import keeping_ties
 from lt_zero.parallel.reductions import group_of_reduction
 from lt_zero.parallel.sequence.batches import HOOK, SIZE, leave_to_user
 from lt_zero.parallel.sequence.huggingface import mixes_parts_of_rows
+from lt_zero.parallel.sequence.ranks import SequenceRanks, in_use
 from lt_zero.parallel.sequence.run import SequenceRun
 
 T = TypeVar("T")
@@ -107,7 +108,12 @@ class DividedRun(Division):
 
     @override
     def find(self, kind: type[T]) -> T | None:
-        return next((part for part in (self._position, self.mesh, self.mesh.sequence) if isinstance(part, kind)), None)
+        return next((part for part in (self._position, self.mesh) if isinstance(part, kind)), None)
+
+    @property
+    @override
+    def row_ranks(self) -> SequenceRanks | None:
+        return in_use(self.mesh.sequence)
 
     # ---- building modules --------------------------------------------------------------------------------------
 

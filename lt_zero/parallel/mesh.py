@@ -61,7 +61,6 @@ from lt_zero.parallel.local import LocalParts, is_cut, localize
 from lt_zero.parallel.pipeline.layers import Pipeline, pipeline_of, pipelines_in
 from lt_zero.parallel.pipeline.runner import Runner
 from lt_zero.parallel.plan import check_shared, parallelize, placements, table
-from lt_zero.parallel.random import default_generators
 from lt_zero.parallel.replaced import Replaced
 from lt_zero.parallel.sequence.ranks import SequenceRanks
 from lt_zero.parallel.stacked_experts import take_over
@@ -273,7 +272,7 @@ class ParallelMesh:
 
         Without a seed of the user each process has one of its own.
         """
-        generators = default_generators(self._world.device.type)
+        generators = accelerator.default_generators(self._world.device.type)
         mine = [generator.get_state() for generator in generators]
         told = self._world.host_gather(hashlib.sha256(b"".join(s.numpy().tobytes() for s in mine)).digest(), "seeds")
         firsts = [self.sizes.firsts()[self.sizes.data_rank(rank)] for rank in range(self._world.size)]

@@ -81,12 +81,7 @@ class _LocalStream:
             generator.set_state(state)
 
     def _generators(self) -> list[torch.Generator]:
-        return default_generators(self._mesh.device_type)
-
-
-def default_generators(device_type: str) -> list[torch.Generator]:
-    """Generators that modules on a device draw from."""
-    return [torch.default_generator, *accelerator.generators(torch.device(device_type))]
+        return accelerator.default_generators(self._mesh.device_type)
 
 
 def draw_seed() -> int:
@@ -106,7 +101,7 @@ def seeded(seed: int | None, device_type: str) -> Iterator[None]:
 
     They go on afterwards as if nothing had been drawn.
     """
-    generators = default_generators(device_type)
+    generators = accelerator.default_generators(device_type)
     before = [generator.get_state() for generator in generators]
     if seed is not None:
         for generator in generators:

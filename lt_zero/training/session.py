@@ -195,7 +195,7 @@ class Session:
         """
         self._refuse_another()
         if self.face is Face.FABRIC:
-            # Before a mesh cuts it. The other faces have compared it, as what is "auto" depends on it.
+            # Before it is divided. The other faces have compared it, as what is "auto" depends on it.
             self.compare_model(module)
         follow_run(module, config)
         if replace_reentrant_checkpoints(module) and training and self.world.rank == 0:

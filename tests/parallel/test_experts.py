@@ -18,7 +18,6 @@ from lt_zero.parallel import Experts, combine, dispatch
 from lt_zero.parallel.experts import SIZE, cut_experts
 from lt_zero.parallel.mesh import ParallelSizes
 from tests.support.features import skip_without
-from tests.support.host_waits import HostWaits
 from tests.support.matrix import only_rows
 from tests.support.mixtures import NUMBER, FeedForwards, Mixture, dense, go_on, square, start, train_as_one_process
 from tests.support.pool import Pool
@@ -75,20 +74,6 @@ KINDS = ["two", "one", "none", "no tokens"]
 )
 def test_tokens_go_to_experts_and_back(pool: Pool, ranks: int, dtype: torch.dtype) -> None:
     pool.run(ranks, _layer, KINDS, dtype)
-
-
-def _waits_of_a_layer(whole: bool) -> list[str]:
-    tokens, ids = torch.randn(9, 6, requires_grad=True), _choices("two", dist.get_rank(), 9)
-    with HostWaits(lists=True) as waits:
-        sent = dispatch(tokens, ids, NUMBER, None if whole else dist.group.WORLD)
-        combine(sent.tokens * 2, sent, torch.rand(ids.shape)).sum().backward()
-    return waits.seen
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_layer_waits_for_the_device_once(pool: Pool, whole: bool) -> None:
-    """How many rows go to which rank decides the sizes of tensors, which the host has to know."""
-    assert pool.run(2, _waits_of_a_layer, whole) == [["tolist"]] * 2
 
 
 # ---- training --------------------------------------------------------------------------------------------------------

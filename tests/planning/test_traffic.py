@@ -41,7 +41,7 @@ IMPOSSIBLE = [(0, "groups"), (2, "OneBitAdam"), (3, "OneBitAdam")]
 def net(way: str) -> nn.Module:
     """Large enough for headers of packets and flags not to count: some 30 KB in each step."""
     torch.manual_seed(0)
-    width = 768 if way in ("1bit", "OneBitAdam", "topk between nodes") else 256
+    width = 768 if way in ("ZeRO++", "1bit", "OneBitAdam", "topk between nodes") else 256
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(8)))
 
 
@@ -86,7 +86,7 @@ def test_as_many_bytes_as_forecast(node_pool: NodePool, stage: int, way: str, lo
     forecast = estimate_traffic(
         net(way), config(stage, way, low), 4, ranks_per_node=2, device="cpu", accumulate_grad_batches=2
     )
-    assert forecast.total == pytest.approx((sent[0] + sent[2]) / 2, rel=0.15)
+    assert forecast.total == pytest.approx((sent[0] + sent[2]) / 2, rel=0.05)
 
 
 def test_nothing_is_sent_by_one_node() -> None:

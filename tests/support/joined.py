@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from typing import TypeVar
 
 from lt_zero.core.division import Division
-from lt_zero.parallel.sequence.ranks import SequenceRanks
-
-T = TypeVar("T")
+from lt_zero.parallel.sequence.ranks import SequenceRanks, in_use
 
 
 class _Joined(Division):
@@ -16,9 +13,9 @@ class _Joined(Division):
         super().__init__()
         self._ranks = weakref.ref(ranks) if ranks is not None else None
 
-    def find(self, kind: type[T]) -> T | None:
-        ranks = self._ranks() if self._ranks is not None else None
-        return ranks if isinstance(ranks, kind) else None
+    @property
+    def row_ranks(self) -> SequenceRanks | None:
+        return in_use(self._ranks() if self._ranks is not None else None)
 
 
 _last: list[_Joined] = []  # a run belongs to whoever has joined it

@@ -65,8 +65,8 @@ def experts(lab: Lab, config: Config) -> Any:
 def _sequence(config: dict[str, Any]) -> tuple[str, int, list[int]]:
     session = Session(Face.LOOP)
     session.join(ZeroConfig.of(config), torch.device("cpu"))
-    ranks = session.division.find(SequenceRanks)
-    assert ranks is not None
+    ranks = session.division.row_ranks
+    assert isinstance(ranks, SequenceRanks)
     found = ranks.method, ranks.parts, ranks.positions(4).tolist()
     session.loss_scale = mock.Mock()
     session.end()

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from typing_extensions import override
 
 import lt_zero
-from lt_zero import cli
+from lt_zero import ZeroConfig, cli
 from lt_zero.config.catalog import explain
 from lt_zero.config.document import Document
 from lt_zero.config.load import resolved, validate, with_own_blocks
@@ -27,6 +27,7 @@ from lt_zero.core.engine.engine import Engine
 from lt_zero.core.feature import Entry, Feature, PlaceInRun, register, unregister
 from lt_zero.core.followers import Figure
 from lt_zero.features import asks, own_blocks
+from lt_zero.training.lightning.monitoring import monitor_of
 from tests.support.lightning_tools import FULL, sharded_trainer, trust
 from tests.support.matrix import only
 from tests.support.outside import features
@@ -171,6 +172,21 @@ def test_a_key_of_a_missing_feature_says_what_is_missing(
     without("lt_zero.tools.compare.feature")
     monkeypatch.setenv("LT_ZERO_RECORD", "runs")
     assert "LT_ZERO_RECORD: the record of a run is not installed" in refused({})
+    without("lt_zero.parallel.feature")
+    text = refused({"sequence_parallel_size": 2})
+    assert re.search(
+        r"sequence_parallel_size: sequence parallelism is not installed, .* lt_zero\.parallel\.feature", text
+    )
+
+
+def test_a_key_of_missing_monitors_says_what_is_missing(without: Callable[[str], None]) -> None:
+    without("lt_zero.training.lightning.monitor.run_monitor")
+    with pytest.raises(lt_zero.ConfigError, match=r"^steps_per_print: monitoring is not installed, .*\.run_monitor"):
+        monitor_of(ZeroConfig.of({"steps_per_print": 5}))
+    without("lt_zero.training.loop.monitors")
+    config = {"csv_monitor": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
+    with pytest.raises(lt_zero.ConfigError, match=r"^csv_monitor\.enabled: monitoring is not installed, .*\.monitors"):
+        lt_zero.initialize(model=nn.Linear(2, 1), config=config)
 
 
 def test_a_block_of_a_missing_feature_says_what_is_missing(without: Callable[[str], None]) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -173,11 +174,12 @@ class _Counts(Callback):
         self._stack.close()
 
 
-def _fit(module: pl.LightningModule, precision: str, **config: Any) -> Steps:
+def _fit(module: pl.LightningModule, precision: str, logger: Any = False, **config: Any) -> Steps:
     """Four steps of a Trainer."""
     with machine() as order, mock.patch.object(accelerator, "peak_allocated", return_value=0):
         counts = _Counts(order)
         how: dict[str, Any] = {"max_steps": 4, "precision": precision, "gradient_clip_val": 0.5, "limit_val_batches": 0}
+        how |= {"logger": logger, "log_every_n_steps": 2}
         sharded_trainer(2, config=config, callbacks=[counts], **how).fit(module)
     return counts.steps
 
@@ -218,6 +220,12 @@ def _printed(precision: str) -> Steps:
     """A line after every other step. Without the first step, of which losses, and values of weights, are looked at."""
     found = _fit(GPT(rows=2 * DATA), precision, steps_per_print=2)
     return Steps(found.waits[1:], found.events[1:])
+
+
+def _logged(precision: str) -> Steps:
+    """Norms for a logger, after every other step."""
+    found = _fit(GPT(rows=2 * DATA), precision, DummyLogger())
+    return Steps([[each for each in step if "_log <" in each] for step in found.waits], [])
 
 
 def _cut(module: Callable[[str], pl.LightningModule], key: str) -> Steps:
@@ -267,6 +275,7 @@ TABLE = {
     "printed lines": Row(1, _printed, ("32-true",), [1, 0, 1], [0, 0, 0]),
     # The skip flag of the step is read then, not in the next one.
     "printed lines, a skip flag": Row(1, _printed, ("bf16-mixed",), [1, 0, 1], [2, 0, 2]),
+    "norms for a logger": Row(1, _logged, ("32-true",), [1, 0, 1, 0]),
     # Two for each form of a batch, in torch's schedules, and one for the factor of the first loss.
     "a pipeline, 1F1B": Row(2, _pipeline, ("1F1B", [8, 8, 16, 8]), [3, 0, 2, 0], [0] * 4),
     "a pipeline, GPipe": Row(2, _pipeline, ("GPipe", [8, 8, 16, 8]), [3, 0, 2, 0], [0] * 4),

@@ -54,7 +54,7 @@ def through_first(group: Any, own: Callable[[], _T], unite: Callable[[list[_T]],
 
 
 def _attempt(call: Callable[[], Any], rank: int) -> Any:
-    """What ``call`` returns; of any error the text, as the other ranks are waiting, and some errors cannot be sent."""
+    """Call; an error is returned as text, as the other ranks are waiting, and some errors cannot be sent."""
     try:
         return call()
     except BaseException as error:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup as ProcessGroup
 from typing_extensions import Self
 
+from lt_zero.common import accelerator
 from lt_zero.core.comm.ranks import LaunchOrder, Ranks, Unlogged
 from lt_zero.core.comm.work import CollectiveMonitor
 from lt_zero.core.comm.world import World
@@ -132,7 +133,7 @@ def rows_before(rows: int, group: ProcessGroup | None, device: torch.device) -> 
     """Count the rows that the ranks before this one have, and those that all have. Collective over ``group``."""
     if group is None:
         return 0, rows
-    mine = torch.tensor([rows], device=device)
+    mine = accelerator.send(torch.tensor([rows]), device)
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, mine, group=group)
     counts = torch.cat(parts).tolist()

@@ -42,7 +42,7 @@ from lt_zero.common.errors import CheckpointError
 from lt_zero.common.users_code import warn
 from lt_zero.core.engine.dtypes import DtypePolicy, ScalerRules
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.step.overflow import FiniteWatch, nonfinite_parameters, nonfinite_warning, overflow_report
+from lt_zero.core.step.overflow import OverflowReport
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.core.step.skipped_steps import SkipCounter
 
@@ -178,9 +178,15 @@ class LossScaleController:
     Args:
         policy: whether steps are checked, and how the loss is scaled.
         on_min_scale: on an overflow at the minimum scale: ``raise``, ``warn``, or ``hold`` (skip silently).
+        report: makes what tells of gradients that are not finite, once there are some, or modules are to be watched.
     """
 
-    def __init__(self, policy: DtypePolicy, on_min_scale: str = "raise") -> None:
+    def __init__(
+        self,
+        policy: DtypePolicy,
+        on_min_scale: str = "raise",
+        report: Callable[[], OverflowReport] = OverflowReport,
+    ) -> None:
         self.scaler = LossScaler(policy.scaling) if policy.scaling is not None else None
         self.checks = policy.check_overflow
         self.skip = False  # the current step is skipped
@@ -189,7 +195,9 @@ class LossScaleController:
         self._plain = policy.compute is None  # fp32: no loss scale
         self._losses, self._told = 0, self.checks  # see Note [Unchecked steps]
         self._counters: list[SkipCounter] = []
-        self._watch: FiniteWatch | None = None
+        self._make_report = report
+        self._made: OverflowReport | None = None  # its report
+        self._watches = False  # modules are watched
         self._examined: ShardedOptimizer | None = None  # the optimizer that ``skip`` and ``norm`` are of
         self._some = False  # whether it had gradients
         self.on_device: bool | None = None  # see Note [Device skip flag]; None: on a GPU
@@ -198,7 +206,7 @@ class LossScaleController:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the loss scale, but not the state of the current step."""
-        return {**vars(self), "_counters": [], "_watch": None, "_examined": None, "_open": None}
+        return {**vars(self), "_counters": [], "_made": None, "_watches": False, "_examined": None, "_open": None}
 
     @property
     def scale(self) -> float:
@@ -278,9 +286,9 @@ class LossScaleController:
         if self._told or not bad:
             return
         self._told = True
-        parameters = nonfinite_parameters(engine)
+        text = self._report.unchecked(engine)
         if engine.world.rank == 0:
-            warn(nonfinite_warning(engine, parameters))
+            warn(text)
 
     def _forget(self) -> None:
         if self._examined is not None:
@@ -292,7 +300,7 @@ class LossScaleController:
 
     def _skips_on_device(self, sharded: ShardedOptimizer) -> bool:
         wanted = self.on_device if self.on_device is not None else accelerator.is_accelerator(sharded.engine.device)
-        if not wanted or self._watch is not None or not sharded.skips_on_device():
+        if not wanted or self._watches or not sharded.skips_on_device():
             return False
         if self.scaler is not None and self.scaler.rules.dynamic:
             return self.scaler.scale * self.scaler.rules.backoff > self.scaler.rules.minimum
@@ -394,7 +402,7 @@ class LossScaleController:
         flag, self._open = self._open, None
         if flag is None:
             return False
-        skip, watched = flag.wait(), self._watch is not None
+        skip, watched = flag.wait(), self._watches
         if skip:
             flag.sharded.uncount_step()
             flag.sharded.engine.exchange.undo_step(counted=True)
@@ -408,20 +416,29 @@ class LossScaleController:
         scaler, before = self.scaler, self.scale
         possible = scaler.update(skip) if scaler is not None else True
         if skip:
-            self._report(engine, counter, before, possible)
+            self._tell(engine, counter, before, possible)
         if scaler is not None and scaler.rules.dynamic:
             wanted = scaler.at_minimum
         else:
             wanted = self._raises or counter.consecutive > 0
         # Watch only when it is wanted: it costs a pass over the outputs of modules.
         if wanted:
-            self._watch = self._watch or FiniteWatch(engine.root, training_only=True)
-            self._watch.open()
-            self._watch.reset()
-        elif self._watch is not None:
+            self._watch(engine)
+        elif self._watches:
             self.stop_watching()
 
-    def _report(self, engine: Engine, counter: SkipCounter, before: float, possible: bool) -> None:
+    @property
+    def _report(self) -> OverflowReport:
+        if self._made is None:
+            self._made = self._make_report()
+        return self._made
+
+    def _watch(self, engine: Engine) -> None:
+        """Watch the modules of an engine in its next step."""
+        self._report.watch(engine.root)
+        self._watches = True
+
+    def _tell(self, engine: Engine, counter: SkipCounter, before: float, possible: bool) -> None:
         """Log, warn or raise after a skipped step.
 
         Args:
@@ -438,10 +455,8 @@ class LossScaleController:
         again |= self._plain and self.skipped == 1
         if not fatal and (not again or self._on_min_scale == "hold"):
             return
-        watch = self._watch if not self._watching_late else None
-        culprits = engine.world.host_gather(watch.first(), "overflow") if watch is not None else []
         scale = None if self._plain else before
-        report = overflow_report(nonfinite_parameters(engine), culprits, self.skipped, scale)
+        report = self._report.skipped(engine, self.skipped, scale, self._watches and not self._watching_late)
         if self._raises:
             raise NonFiniteError(f"{report} on_nonfinite=skip goes on without this step.")
         if fatal:
@@ -452,16 +467,15 @@ class LossScaleController:
     def stop_watching(self) -> None:
         """Remove the hooks that watch module outputs."""
         self.read_skip_flag()
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        if self._watches:
+            self._report.end()
+            self._watches = False
 
     def start_watching(self, engine: Engine) -> None:
         """Watch from the start if the first overflow has to be explained: the scale is at its minimum, or it raises."""
         self.stop_watching()
         if self._raises or (self.scaler is not None and self.scaler.at_minimum):
-            self._watch = FiniteWatch(engine.root, training_only=True)
-            self._watch.open()
+            self._watch(engine)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 

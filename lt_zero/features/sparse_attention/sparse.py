@@ -23,11 +23,12 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lt_zero.common.arguments import expect, expect_number
 from lt_zero.common.compat import asks_for_tangents
-from lt_zero.core.comm.sequence import ProcessGroup, whole_heads
+from lt_zero.common.errors import ConfigError
+from lt_zero.core.comm.sequence import ProcessGroup, SequenceGroup, whole_heads
+from lt_zero.core.division import current_row_ranks
 from lt_zero.features.sparse_attention import kernel as ops
 from lt_zero.features.sparse_attention.flex import flex
 from lt_zero.features.sparse_attention.patterns import Pattern, distinct_layouts, pattern_from_text
-from lt_zero.parallel.sequence.ranks import current, group_of
 
 log = logging.getLogger("lt_zero")
 
@@ -66,7 +67,7 @@ def sparse_attention(
     """
     _check_types(query, key, value, pattern, key_padding_mask, dropout)
     query, key, value = _for_autocast(query, key, value)
-    within = group_of(group, query.device)
+    within = _group_of(group, query.device)
     rank, ranks = (within.rank, within.size) if within is not None else (0, 1)
     heads = query.shape[1] if query.dim() == 4 else 0
     _check(query, key, value, key_padding_mask, dropout, ranks)
@@ -81,6 +82,27 @@ def sparse_attention(
     mask = within.gather_tokens(key_padding_mask) if key_padding_mask is not None else None
     out = _attend(query, key, value, pattern, _bias(mask, query), dropout, scale, heads, rank * query.shape[1])
     return within.to_tokens(out)
+
+
+def _group_of(group: ProcessGroup | None, device: torch.device) -> SequenceGroup | None:
+    """The ranks that have parts of whole sequences of tensors on ``device``; None if this one has all of them.
+
+    ``group``: what a user has asked for; None: the ranks of the run.
+
+    Raises:
+        ConfigError: ranks of the run gather keys, so that none has whole sequences.
+    """
+    ranks = current_row_ranks()
+    if group is not None and (ranks is None or group is not ranks.group.process_group):
+        made: SequenceGroup = SequenceGroup.of(group, device)
+        return made
+    if ranks is not None and ranks.parts > 1:
+        raise ConfigError.about(
+            "sequence_parallel.method",
+            f'method="{ranks.method}" with gather={ranks.parts} does not give sparse attention whole sequences. Use '
+            'method="ulysses" with gather=1.',
+        )
+    return ranks.group if ranks is not None else None
 
 
 def _attend(
@@ -341,7 +363,7 @@ class SparseSelfAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, rpe: Tensor | None, padding: Tensor | None,
         attn_mask: Tensor | None, dropout: float,
     ) -> Tensor:  # fmt: skip
-        if self.group is not None or current() is not None:
+        if self.group is not None or current_row_ranks() is not None:
             raise ValueError("rpe and attn_mask are of full sequences, which no sequence rank has. Leave them out.")
         if not self._told:
             self._told = True

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
+from lt_zero.common import accelerator
 from lt_zero.common.arguments import expect, wrong
 from lt_zero.common.compat import versions_of
 from lt_zero.common.switch import Switched, switch
 from lt_zero.common.tensor_tree import iter_tensors
 from lt_zero.core.engine.guard import owner_of
 from lt_zero.kernels.flat import wide
-from lt_zero.parallel.random import default_generators
 
 M = TypeVar("M", bound=nn.Module)
 _CHECKED = 8  # tokens that are compared
@@ -153,7 +153,7 @@ class _TiledCall:
         device_type: str,
     ) -> None:
         self._module, self._run, self.names, self._bounds, self._device_type = module, run, names, bounds, device_type
-        self._random = [generator.get_state() for generator in default_generators(device_type)]
+        self._random = [generator.get_state() for generator in accelerator.default_generators(device_type)]
         self._autocast = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ class _TiledCall:
     @contextmanager
     def _again(self) -> Iterator[None]:
         """Context with the random state and the autocast of the forward."""
-        generators = default_generators(self._device_type)
+        generators = accelerator.default_generators(self._device_type)
         with ExitStack() as undo:
             for generator, state in zip(generators, self._random, strict=True):
                 undo.callback(generator.set_state, generator.get_state())

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from lt_zero.common.errors import ConfigError
-from lt_zero.core import division
 from lt_zero.core.comm.process_groups import exists
 from lt_zero.core.comm.ranks import Ranks
-from lt_zero.core.comm.sequence import ProcessGroup, SequenceGroup
+from lt_zero.core.comm.sequence import SequenceGroup
+from lt_zero.core.division import current_row_ranks
 
 METHODS = ("ulysses", "gather")
 
@@ -121,31 +121,17 @@ _whole: list[bool] = []  # has an entry inside of ``whole_sequences``
 
 def current() -> SequenceRanks | None:
     """The sequence ranks of the run that this process has joined last; None if sequences are not cut, or it is over."""
-    run = division.current() if not _whole else None
-    ranks = run.find(SequenceRanks) if run is not None else None
-    group = ranks.group.process_group if ranks is not None else None
+    ranks = current_row_ranks()
+    assert ranks is None or isinstance(ranks, SequenceRanks)
+    return ranks
+
+
+def in_use(ranks: SequenceRanks | None) -> SequenceRanks | None:
+    """The sequence ranks of a run, or None where they are gone, and inside of ``whole_sequences``."""
+    if ranks is None or _whole:
+        return None
+    group = ranks.group.process_group
     return ranks if group is None or exists(group) else None
-
-
-def group_of(group: ProcessGroup | None, device: torch.device) -> SequenceGroup | None:
-    """The ranks that have parts of whole sequences of tensors on ``device``; None if this one has all of them.
-
-    ``group``: what a user has asked for; None: the ranks of the run.
-
-    Raises:
-        ConfigError: ranks of the run gather keys, so that none has whole sequences.
-    """
-    ranks = current()
-    if group is not None and (ranks is None or group is not ranks.group.process_group):
-        made: SequenceGroup = SequenceGroup.of(group, device)
-        return made
-    if ranks is not None and ranks.parts > 1:
-        raise ConfigError.about(
-            "sequence_parallel.method",
-            f'method="{ranks.method}" with gather={ranks.parts} does not give sparse attention whole sequences. Use '
-            'method="ulysses" with gather=1.',
-        )
-    return ranks.group if ranks is not None else None
 
 
 @contextmanager

@@ -25,12 +25,13 @@ from lt_zero.common import accelerator
 from lt_zero.common.compat import announce_compute_dtype, asked_precision, is_plain_closure, logged_step, override_dtype
 from lt_zero.common.phases import phase
 from lt_zero.config import ZeroConfig
-from lt_zero.config.precision import MODES, dtype_policy, on_min_scale, resolve_mode
+from lt_zero.config.precision import MODES, dtype_policy, resolve_mode
 from lt_zero.core.engine.dtypes import DtypePolicy, ScalerRules
 from lt_zero.core.engine.materialize import parameters_in
 from lt_zero.core.engine.outside_steps import within_step
-from lt_zero.core.step.loss_scale import LossScaleController, LossScaler, usable_scale
+from lt_zero.core.step.loss_scale import LossScaler, usable_scale
 from lt_zero.core.step.sharded_optimizer import RanClosure, ShardedOptimizer
+from lt_zero.training.loss_scale import loss_scale_controller
 
 if TYPE_CHECKING:
     from lt_zero.core.engine.engine import Engine
@@ -126,7 +127,7 @@ class ZeroPrecision(HalfPrecision):
         self.device_type = device_type
         mode = resolve_mode(config, precision or self.precision, asked_precision())
         self.policy: DtypePolicy = dtype_policy(config, mode, self._rules if MODES[mode][0] == torch.float16 else None)
-        self.loss_scale_controller = LossScaleController(self.policy, on_min_scale(config))
+        self.loss_scale_controller = loss_scale_controller(config, self.policy)
         self.precision: str = mode  # type: ignore[assignment]
         announce_compute_dtype(self, self.policy.compute or torch.float32)
 
@@ -308,7 +309,8 @@ class ZeroPrecision(HalfPrecision):
         controller = self.loss_scale_controller
         # The flag is on the device: only now does the host learn that the step was skipped.
         norms = {} if controller.read_skip_flag() else norms
-        values = {name: value.item() for name, value in norms.items()}
+        read = torch.stack([*norms.values()]).tolist() if norms else []
+        values: dict[str, float] = dict(zip(norms, read, strict=True))
         if controller.scaler is not None:
             values["loss_scale"] = controller.scale
         if controller.checks and (controller.scaler is not None or controller.skipped):

@@ -20,8 +20,7 @@ from lt_zero.training.checkpoints import export_weights, whole_weights
 from lt_zero.training.lightning.checkpoint_service import CheckpointService
 from lt_zero.training.lightning.data_position.position import DataPosition
 from lt_zero.training.lightning.model_report import memory_report
-from lt_zero.training.lightning.monitor.comm_log import CommLog, CommRecord
-from lt_zero.training.lightning.monitor.run_monitor import RunMonitor
+from lt_zero.training.lightning.monitoring import CommRecord, RunMonitor, monitor_of
 from lt_zero.training.lightning.precision import sharded_of
 from lt_zero.training.lightning.reconcile import Reconciler
 from lt_zero.training.lightning.setup import RunSnapshot
@@ -64,7 +63,7 @@ class RunQueries(ShardedStrategy, DDPStrategy):
     @cached_property
     def monitor(self) -> RunMonitor:
         """Monitors and loggers of the run."""
-        return RunMonitor(self.config, self.session.trial)
+        return monitor_of(self.config, self.session.trial)
 
     def memory_report(self) -> dict[str, tuple[int, int]]:
         """Bytes of model states per kind: (on this rank now, what a replicated run holds)."""
@@ -123,11 +122,12 @@ class RunQueries(ShardedStrategy, DDPStrategy):
         Raises RuntimeError if nothing is recorded.
         """
         world = self.world  # ``run`` asks the launcher for the rank, whose variables may be gone after a run
-        if world is None or not isinstance(world.log, CommLog):
-            if world is None:
-                self.run.refuse_parent("the record of collectives")
+        if world is None:
+            self.run.refuse_parent("the record of collectives")
+        records = self.monitor.collectives(world) if world is not None else None
+        if records is None:
             raise RuntimeError(
                 "Collectives are only recorded with comms_logger.enabled: true, once Trainer.fit, validate, test or "
                 "predict has begun. Enable it and start a run first."
             )
-        return world.log.records()
+        return records

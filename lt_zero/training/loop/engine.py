@@ -49,13 +49,12 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face, check_face
 from lt_zero.config.load import shown
 from lt_zero.config.options import with_sizes
-from lt_zero.config.precision import dtype_policy, on_min_scale, resolve_mode
+from lt_zero.config.precision import dtype_policy, resolve_mode
 from lt_zero.core.comm.process_groups import own_gpu
 from lt_zero.core.comm.world import World, together
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.outside_steps import within_step
 from lt_zero.core.health.launchers import local_rank
-from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
 from lt_zero.training.checkpoints import (
@@ -69,8 +68,9 @@ from lt_zero.training.checkpoints import (
     weights_to_save,
     whole_weights,
 )
-from lt_zero.training.loop.monitors import LoopMonitor
+from lt_zero.training.loop.monitoring import monitor_of
 from lt_zero.training.loop.queries import EngineQueries
+from lt_zero.training.loss_scale import loss_scale_controller
 from lt_zero.training.session import Session
 
 ended: WeakSet[Engine] = WeakSet()  # whose ``TrainingEngine`` was destroyed
@@ -100,7 +100,7 @@ class TrainingEngine(EngineQueries):
         self.device, self.local_rank = wanted, local
         check_face(config, Face.LOOP)
         policy = dtype_policy(config, resolve_mode(config, "32-true"))
-        self.loss_scale_controller = LossScaleController(policy, on_min_scale(config))
+        self.loss_scale_controller = loss_scale_controller(config, policy)
         self.session = Session(Face.LOOP)
         self.session.loss_scale = self.loss_scale_controller
         self.session.join(config, wanted)
@@ -112,7 +112,7 @@ class TrainingEngine(EngineQueries):
         self._micro, self._gas = _batch_sizes(config, self.data_ranks)
         if config.pipeline.ranks > 1:  # may follow from two batch sizes
             config = config.model_copy(update={"gradient_accumulation_steps": self._gas})
-        self.monitor = LoopMonitor(config, self.world, policy.mode)
+        self.monitor = monitor_of(config, self.world, policy.mode)
         self._added = self._gas  # micro-batches whose losses are added as they are
         self.engine: Engine = self.session.build(model, config, wanted, policy, training=True)
         self.module = model

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lt_zero.common import accelerator
 from lt_zero.common.errors import ConfigError
@@ -32,9 +33,9 @@ from lt_zero.core.engine.engine import Engine
 from lt_zero.core.followers import Figure, figures_of
 from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.core.stores.regular_file import open_for_update
+from lt_zero.training.loop.monitoring import Event, LoopMonitor
 from lt_zero.training.run_file import RunFile, cut_incomplete_line
 
-Event = tuple[str, float, int]  # name, value, samples
 _PREFIX = "Train/Samples/"
 
 
@@ -158,19 +159,18 @@ class _Output:
             self.file.flush()
 
 
-class LoopMonitor:
+class Monitors(LoopMonitor):
     """DeepSpeed's ``engine.monitor``: writes events on rank 0. Collective.
 
     All names begin with ``Train/Samples/``. ``train_loss``: of a step, averaged over the ranks, if ``engine.backward``
     got it. ``lr``: the rate that the step used. ``grad_norm``: before clipping, if the step computes it.
     ``loss_scale``, ``skipped_steps``: under fp16, after the step. ``gradient_noise_scale``: if the key is true.
 
-    Attributes:
-        enabled: rank 0 has a monitor.
-
     Raises:
         ConfigError: on all ranks: a package is missing, or a folder cannot be written; names the key.
     """
+
+    enabled = True
 
     def __init__(self, config: ZeroConfig, world: World, mode: str) -> None:
         self._world, self._output = world, _Output()
@@ -178,7 +178,6 @@ class LoopMonitor:
         with world.agree("opening the monitors", ConfigError):
             if world.rank == 0:
                 self._open(config, mode)
-        self.enabled: bool = world.host_broadcast(bool(self._output.writers), "monitors")
         self._samples = 0  # trained so far
         self._figures: dict[Figure, Callable[[], object]] = {}  # with what ends each
         self._loss: Tensor | None = None  # 0D, of the micro-batches since the last step
@@ -205,48 +204,32 @@ class LoopMonitor:
             about: dict[str, Any] = {"ranks": self._world.size, "stage": config.zero_optimization.stage, "mode": mode}
             self._new_file = partial(RunFile, _folder(files[0]), **about)
 
+    @override
     def write_events(self, events: Iterable[Event]) -> None:
-        """Write events (name, value, samples) of one's own.
-
-        Raises:
-            RuntimeError: no monitor is enabled.
-        """
-        if not self.enabled:
-            raise RuntimeError(
-                "engine.monitor.write_events: no monitor is enabled, so nothing would be written. Write "
-                '"csv_monitor": {"enabled": true} (or tensorboard, wandb, comet) into the configuration, or ask '
-                "engine.monitor.enabled before."
-            )
         self._output.write([(name, float(value), int(step)) for name, value, step in events])
 
+    @override
     def add_loss(self, loss: Tensor, share: float) -> None:
-        """Note the loss of a micro-batch, of which the step's has this ``share``."""
-        if self.enabled:
-            part = loss.detach().reshape(()).float() * share
-            self._loss = part if self._loss is None else self._loss + part
+        part = loss.detach().reshape(()).float() * share
+        self._loss = part if self._loss is None else self._loss + part
 
+    @override
     def measure(self, engine: Engine, micro_batches: int, micro: int, weight: Callable[[], float]) -> None:
-        """Also write the figures that features measure of an engine.
+        for figure in figures_of(engine):
+            figure.begin(micro_batches, weight)
+            see = partial(figure.see_batch, micro)
+            engine.after_backward.append(see)
+            self._figures[figure] = partial(engine.after_backward.remove, see)
 
-        ``micro``: the samples of a micro-batch. Other arguments, and errors, are those of ``Figure.begin``.
-        """
-        if self.enabled:
-            for figure in figures_of(engine):
-                figure.begin(micro_batches, weight)
-                see = partial(figure.see_batch, micro)
-                engine.after_backward.append(see)
-                self._figures[figure] = partial(engine.after_backward.remove, see)
-
+    @override
     def begin_step(self, samples: int, controller: LossScaleController) -> None:
         """Write the events of the step before, see Note [When events are written]. ``samples``: before this step."""
         self._samples = samples
         if self._output.due:
             self._write_due(controller)
 
+    @override
     def end_step(self, samples: int, rates: list[float], norm: Tensor | None, controller: LossScaleController) -> None:
-        """Note the events of a step: ``samples`` so far, rates of the groups, norm (0D). Collective."""
-        if not self.enabled:
-            return
         device, loss = self._world.device, self._loss
         figures = {figure.name: figure.read() for figure in self._figures}
         none = torch.zeros((), device=device)
@@ -271,8 +254,8 @@ class LoopMonitor:
         fp16 = controller.scaler is not None
         self._output.write_due(*((controller.scale, controller.skipped) if fp16 else ()))
 
+    @override
     def end(self, controller: LossScaleController) -> None:
-        """Write what is not written yet."""
         self.begin_step(self._samples, controller)
         for figure, forget in self._figures.items():
             figure.end()

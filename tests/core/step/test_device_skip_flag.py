@@ -17,12 +17,13 @@ from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.optim import Lamb, Lion
 from tests.support.features import skip_without
-from tests.support.host_waits import HostWaits
+from tests.support.happens_before import places
 from tests.support.matrix import only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.overflowing import Overflowing, make_trainer, plugin_of
 from tests.support.parity import config_of, full_values
 from tests.support.pool import Pool
+from tests.support.simulated_device import machine
 
 
 class Reading(Callback):
@@ -118,37 +119,40 @@ def _resumed(path: str) -> Any:
     return full_values(trainer.strategy._engine), outcome, plugin.state_dict(), None  # type: ignore[attr-defined]
 
 
-def _waits(on_device: bool) -> tuple[int, dict[str, Tensor]]:
-    torch.manual_seed(0)
-    model = Net()
-    engine = lt_zero.shard(model, config_of(2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    sharded = lt_zero.ShardedOptimizer(engine, optimizer)
-    gate = LossScaleController(DtypePolicy(compute=torch.bfloat16, check_overflow=True))
-    gate.on_device, waits = on_device, HostWaits()
-    for step in range(4):
-        gate.before_backward([sharded])
-        optimizer.zero_grad()
-        loss = next_token_loss(model, step, 0, dist.get_rank())
-        (loss * float("nan") if step == 1 and dist.get_rank() == 1 else loss).backward()
-        sharded.grads.exist()
-        with waits:
-            gate.examine(sharded)
-            gate.clip_norm(sharded, 0.5)
-            if gate.proceeds(sharded):
-                gate.unscale(sharded)
-                optimizer.step()
-            gate.conclude(sharded, 0)
-    assert gate.skipped == 1
-    return len(waits.seen), full_values(engine)
+def _waits(on_device: bool) -> tuple[list[int], dict[str, Tensor]]:
+    """How often the host waits in each step for all that a simulated device was given; the second one is skipped."""
+    found = list[int]()
+    with machine() as order:
+        torch.manual_seed(0)
+        model = Net()
+        engine = lt_zero.shard(model, config_of(2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        sharded = lt_zero.ShardedOptimizer(engine, optimizer)
+        gate = LossScaleController(DtypePolicy(compute=torch.bfloat16, check_overflow=True))
+        gate.on_device = on_device
+        with places(order):
+            for step in range(4):
+                gate.before_backward([sharded])
+                optimizer.zero_grad()
+                loss = next_token_loss(model, step, 0, dist.get_rank())
+                (loss * float("nan") if step == 1 and dist.get_rank() == 1 else loss).backward()
+                order.waits.clear()
+                gate.step(sharded, 0, 0.5, optimizer.step)
+                found.append(len(order.waits))
+        assert gate.skipped == 1
+        engine.finish_steps()
+    return found, full_values(engine)
 
 
 def test_the_host_waits_for_nothing_in_a_step(pool: Pool) -> None:
+    """Except in the one after a skipped step, as its overflow would have to be explained."""
     if not ops.available(torch.device("cpu")):
         pytest.skip("the reference has to look at the verdict")
-    for (late, got), (now, want) in zip(pool.run(2, _waits, True), pool.run(2, _waits, False), strict=True):
-        assert now == 4
-        assert late == 1, "only the step after a skipped one, as its overflow would have to be explained"
+    env = {"LT_ZERO_SHARED_MEMORY": "0"}  # through which nothing of a GPU goes
+    late, now = (pool.run(2, _waits, on_device, env=env) for on_device in (True, False))
+    assert [waits for waits, _ in late] == [[0, 0, 1, 0]] * 2
+    assert [waits for waits, _ in now] == [[1, 1, 1, 1]] * 2
+    for (_, got), (_, want) in zip(late, now, strict=True):
         assert _same(got, want)
 
 

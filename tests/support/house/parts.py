@@ -49,6 +49,13 @@ PARTS: dict[str, tuple[str, ...]] = {
     "public": ("__init__", "attention", "cli", "inference", "ops", "optim/__init__", "utils", "zero"),
     "feature.activation_checkpointing": ("features/activation_checkpointing/",),
     "feature.compression": ("features/compression/",),
+    # What experts, late nodes, pipelines, recomputation, sequences, sparse attention and tiles share.
+    "feature.exchanges_in_layers": (
+        "core/comm/layer_ranks",
+        "core/comm/part_ranks",
+        "core/comm/point_to_point",
+        "core/comm/sequence",
+    ),
     # What compression, one_bit, quantize and zero_plus_plus share.
     "feature.coded_exchange": ("exchange/compression", "exchange/encoded", "exchange/error_feedback"),
     "feature.ema": ("features/ema/",),
@@ -67,12 +74,12 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "feature.late_nodes": ("features/late_nodes/",),
     "feature.low_bit_states": ("features/low_bit_states/", "kernels/moments", "kernels/rounding"),
-    "feature.mesh": ("core/comm/part_ranks", "parallel/"),
+    # Tensor, pipeline, sequence and expert ranks are axes of one mesh, which imports the parts of all of them.
+    "feature.mesh": ("parallel/",),
     "feature.monitoring": (
-        "common/timing",
-        "core/step/overflow",
         "training/lightning/monitor/",
         "training/loop/monitors",
+        "training/overflow",
         "training/run_file",
     ),
     "feature.offload": ("features/offload/", "offload/background", "offload/host_store", "offload/nvme_store"),
@@ -80,10 +87,10 @@ PARTS: dict[str, tuple[str, ...]] = {
     "feature.host_memory": ("offload/",),
     "feature.one_bit": ("features/one_bit/",),
     "feature.optimizers": ("optim/adam", "optim/lamb", "optim/lion", "optim/muon"),
-    "feature.pipeline": ("core/comm/point_to_point", "parallel/pipeline/", "training/loop/pipeline_engine"),
+    "feature.pipeline": ("core/comm/stage_ranks", "parallel/pipeline/", "training/loop/pipeline_engine"),
     "feature.quantize": ("features/quantize/",),
     "feature.ray": ("ray",),
-    "feature.sequences": ("core/comm/layer_ranks", "core/comm/sequence", "parallel/sequence/"),
+    "feature.sequences": ("parallel/sequence/",),
     "feature.sparse_attention": ("features/sparse_attention/",),
     "feature.tiles": ("features/tiles/",),
     "feature.zero_plus_plus": ("features/zero_plus_plus/",),

@@ -24,11 +24,11 @@ from torch.utils.data import DataLoader
 
 from lt_zero import ZeroStrategy
 from lt_zero.common import accelerator
-from lt_zero.common import timing as clocks
 from lt_zero.common.phases import PARTS, STAGES, running_clock
 from lt_zero.core.stores import direct_file
 from lt_zero.planning.limits import peak_rss
 from lt_zero.training.lightning.monitor import breakdown
+from lt_zero.training.lightning.monitor import timing as clocks
 from lt_zero.training.lightning.monitor.breakdown import EVERY, memory_now
 from tests.support.fake_time import Time
 from tests.support.features import needs

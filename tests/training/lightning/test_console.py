@@ -37,8 +37,9 @@ from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.tensor_tree import rows_of
 from lt_zero.config.blocks import Comet, CsvMonitor, TensorBoard, Wandb
 from lt_zero.training.lightning.monitor.loggers import attach_loggers
-from lt_zero.training.lightning.monitor.run_monitor import config_lines, dump_state, logger_level
+from lt_zero.training.lightning.monitor.run_monitor import config_lines, dump_state
 from lt_zero.training.lightning.monitor.step_metrics import StepPrinter
+from lt_zero.training.lightning.monitoring import logger_level
 from tests.support.console_tools import _observe, monitored, parsed
 from tests.support.lightning_tools import GPT, sharded_trainer
 from tests.support.pool import Pool

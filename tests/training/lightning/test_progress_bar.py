@@ -25,7 +25,7 @@ from lt_zero.checkpoint.open import verify
 from lt_zero.common import progress_bar as room
 from lt_zero.common.progress_bar import ProgressBar, duration, follow_lines, progress_bar
 from lt_zero.config import ZeroConfig
-from lt_zero.training.lightning.monitor.run_monitor import logger_level
+from lt_zero.training.lightning.monitoring import logger_level
 from tests.support.export_tools import Memory
 from tests.support.features import needs
 from tests.support.lightning_tools import GPT, sharded_trainer, trust

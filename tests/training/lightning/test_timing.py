@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lt_zero.common import accelerator
-from lt_zero.common import timing as clocks
 from lt_zero.common.phases import NOTHING, phase, phased, unit_range
-from lt_zero.common.timing import Clock
+from lt_zero.training.lightning.monitor import timing as clocks
+from lt_zero.training.lightning.monitor.timing import Clock
 from tests.support.fake_time import Time
 
 CPU = torch.device("cpu")

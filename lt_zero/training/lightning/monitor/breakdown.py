@@ -16,11 +16,11 @@ from lt_zero.common.compat import logged_step
 from lt_zero.common.console import RunConsole
 from lt_zero.common.phases import NOTHING, PARTS, STAGES, TimedSpan, phase
 from lt_zero.common.tables import show
-from lt_zero.common.timing import Clock, Times
 from lt_zero.planning.limits import peak_rss
 from lt_zero.training.lightning.model_report import memory_report
 from lt_zero.training.lightning.monitor.printing import print_line
 from lt_zero.training.lightning.monitor.step_metrics import RunObserver, is_due
+from lt_zero.training.lightning.monitor.timing import Clock, Times
 from lt_zero.training.lightning.setup import RunSnapshot
 
 EVERY = 10  # optimizer steps between lines without steps_per_print

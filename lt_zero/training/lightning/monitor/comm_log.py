@@ -34,37 +34,7 @@ from lt_zero.core.comm.costs import Costs
 from lt_zero.core.comm.options import RecordedCollectives
 from lt_zero.core.comm.ranks import Unlogged
 from lt_zero.core.comm.work import Work, WorkList
-
-
-class CommRecord(NamedTuple):
-    """All collectives of one kind and size on this rank. See Note [What is measured].
-
-    Attributes:
-        operation: its name in torch.distributed.
-        name: of the unit or bucket, or its purpose; "" unless recorded by name.
-        nbytes: bytes of one message.
-        calls: number of calls.
-        seconds, waited: of all calls together.
-        shortest, longest: seconds of one call.
-        algbw, busbw: bytes per second.
-        dense, sent: bytes to other ranks of all calls, as they would be uncompressed and as they were; 0 where nothing
-            is compressed.
-        coding: seconds of all calls in which this rank encoded and decoded, on the host.
-    """
-
-    operation: str
-    name: str
-    nbytes: int
-    calls: int
-    seconds: float
-    shortest: float
-    longest: float
-    waited: float
-    algbw: float
-    busbw: float
-    dense: int = 0
-    sent: int = 0
-    coding: float = 0.0
+from lt_zero.training.lightning.monitoring import CommRecord
 
 
 def bus_factor(operation: str, world: int) -> float:

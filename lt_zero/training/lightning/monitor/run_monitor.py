@@ -5,17 +5,17 @@ wall_clock_breakdown, memory_breakdown  time and memory of a step           brea
 flops_profiler                          operations per module               flops_profiler.py, flops.py
 comms_logger                            a table of collectives              training/lightning/monitor/comm_log.py
 lt_zero.jsonl                           all that is no metric               run_record.py
-dump_state, log_level, disable_python_gc, trials of lt-zero tune            here
+dump_state, trials of lt-zero tune                                          here
+log_level, disable_python_gc are of every run: training/lightning/monitoring.py.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import sys
-from collections.abc import Callable, Iterator, Set
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, TypeVar
+from collections.abc import Callable, Set
+from contextlib import ExitStack, nullcontext
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -23,14 +23,13 @@ from pydantic import BaseModel
 from rich.table import Table
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lt_zero.common.console import RunConsole
 from lt_zero.common.errors import Path
 from lt_zero.common.fields import thawed
-from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.output import Lenient
 from lt_zero.common.phases import phase
-from lt_zero.common.progress_bar import set_local_rank
 from lt_zero.common.tables import show
 from lt_zero.common.tensor_tree import rows_of
 from lt_zero.config import ZeroConfig
@@ -45,27 +44,26 @@ from lt_zero.training.lightning.monitor.flops_profiler import Profiler
 from lt_zero.training.lightning.monitor.loggers import attach_loggers
 from lt_zero.training.lightning.monitor.run_record import RunRecord
 from lt_zero.training.lightning.monitor.step_metrics import RunObserver, StepPrinter
+from lt_zero.training.lightning.monitoring import CommRecord, RunMonitor, T
 from lt_zero.training.lightning.setup import RunSnapshot
 from lt_zero.training.session import Trial
 
-T = TypeVar("T")
 
-
-class RunMonitor:
+class Monitors(RunMonitor):
     """Runs the monitors of the configuration around the calls of a strategy; none is a Callback.
 
     ``RunObserver``s are notified. ``FlopCount`` and ``Profiler`` wrap calls, ``CommLog`` replaces the collectives.
 
     Attributes:
         flops: operations of a micro-batch on this rank, if a monitor needs them.
-        watches: there are monitors; otherwise a step need not be run through this object.
     """
 
     def __init__(self, config: ZeroConfig, trial: Trial | None = None) -> None:
+        super().__init__(config)
         every, profiles = config.steps_per_print, config.flops_profiler
         logs = any(b.enabled for b in (config.csv_monitor, config.tensorboard, config.wandb, config.comet))
         watched = logs or every is not None or config.gradient_noise_scale
-        self._config = config
+        self.new_log = CommLog if config.comms_logger.enabled else None
         self.flops = FlopCount() if watched or profiles.enabled else None
         self._profiler = Profiler(profiles, self.flops) if profiles.enabled and self.flops is not None else None
         self._observers: list[RunObserver] = []
@@ -83,31 +81,28 @@ class RunMonitor:
         if trial is not None:
             self._observers.append(TrialObserver(trial))
         self.watches = bool(self._observers) or self.flops is not None
-        self._for_this_run = ExitStack()  # closed at the end of a run
         self._clean = True  # whether the run ended without an error
 
     # ---- the run -------------------------------------------------------------------------------------------------
 
+    @override
     def attach(self, trainer: pl.Trainer, rank: int, local_rank: int) -> None:
         """Attach loggers before profilers, checkpoints or hyper-parameters use their folder."""
         config = self._config
         attach_loggers(trainer, [config.tensorboard, config.csv_monitor, config.wandb, config.comet])
-        self._for_this_run.close()
-        self._for_this_run.enter_context(logger_level(config.log_level, rank))
-        set_local_rank(local_rank)  # spawned processes do not have it in their environment
+        super().attach(trainer, rank, local_rank)
 
-    @property
-    def new_log(self) -> type[CommLog] | None:
-        """The log of collectives of ``comms_logger``; None: it is off."""
-        return CommLog if self._config.comms_logger.enabled else None
-
+    @override
     def record(self, world: World, new: bool) -> None:
-        """Start recording the collectives of a run; ``new``: the process groups were just made."""
         if isinstance(world.log, CommLog):
             world.log.configure(recorded_collectives(self._config.comms_logger)) if new else world.log.clear()
 
+    @override
+    def collectives(self, world: World) -> list[CommRecord] | None:
+        return world.log.records() if isinstance(world.log, CommLog) else None
+
+    @override
     def start(self, run: RunSnapshot, new: bool) -> None:
-        """Start the monitors of a fit; ``new``: its engine was just built. Collective."""
         config, world = run.config, run.engine.world
         if self.flops is not None and new:
             self.flops.reset()
@@ -120,14 +115,14 @@ class RunMonitor:
         for observer in self._observers:
             observer.start(run)
             self._for_this_run.callback(observer.stop)
-        self._for_this_run.enter_context(gc_disabled(config.disable_python_gc))
+        super().start(run, new)
         if config.dump_state and new:
             dump_state(run)
 
+    @override
     def stop(self, clean: bool) -> None:
-        """Stop the monitors of a run; ``clean``: it ended without an error."""
         self._clean = clean
-        self._for_this_run.close()
+        super().stop(clean)
 
     def _show_comms(self, log: CommLog, rank: int) -> None:
         if rank == 0 and (records := log.records(wait=self._clean)):
@@ -136,6 +131,7 @@ class RunMonitor:
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
+    @override
     def training_step(self, module: pl.LightningModule, batch: Any, call: Callable[[], T]) -> T:
         """Run a training step, counting or timing this micro-batch if it was requested."""
         for observer in self._observers:
@@ -152,6 +148,7 @@ class RunMonitor:
             observer.after_forward(module, batch, output)
         return output
 
+    @override
     def backward(self, module: pl.LightningModule, loss: Tensor, call: Callable[[], T]) -> T:
         for observer in self._observers:
             observer.before_backward(module)
@@ -166,6 +163,7 @@ class RunMonitor:
             observer.after_backward(module)
         return output
 
+    @override
     def optimizer_step(self, module: pl.LightningModule, optimizer: Optimizer, call: Callable[[], T]) -> T:
         with self.flops.paused() if self.flops is not None else nullcontext():
             output = call()
@@ -173,10 +171,12 @@ class RunMonitor:
             observer.after_step(module, optimizer)
         return output
 
+    @override
     def before_validation(self) -> None:
         for observer in self._observers:
             observer.pause()
 
+    @override
     def after_validation(self) -> None:
         for observer in self._observers:
             observer.resume()
@@ -208,7 +208,7 @@ class TrialObserver(RunObserver):
         self._trial.leave_out()
 
 
-# ---- dump_state, log_level, disable_python_gc ----------------------------------------------------------------------
+# ---- dump_state ----------------------------------------------------------------------------------------------------
 
 
 def dump_state(run: RunSnapshot) -> None:
@@ -243,29 +243,3 @@ def config_lines(block: BaseModel, secret: Set[Path] = frozenset(), path: Path =
             shown = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
             lines.append(f"{indent}{name}: {shown or json.dumps(value, default=str)}")
     return lines
-
-
-@contextmanager
-def logger_level(level: str | None, rank: int = 0) -> Iterator[None]:
-    """``log_level``: context that sets the level of the logger "lt_zero"; None changes nothing.
-
-    Without a handler, Python shows warnings only, so a handler to stderr is added if there is none; on ranks other than
-    0 it shows warnings only. Handlers of the user get all messages on all ranks.
-    """
-    if level is None:
-        yield
-        return
-    logger = logging.getLogger("lt_zero")
-    before, handler = logger.level, None
-    if not logger.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
-        handler.setLevel(logging.NOTSET if rank == 0 else logging.WARNING)
-        logger.addHandler(handler)
-    logger.setLevel(level.upper())
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-        if handler is not None:
-            logger.removeHandler(handler)

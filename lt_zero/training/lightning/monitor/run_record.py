@@ -13,8 +13,9 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.optim import Optimizer
 
 from lt_zero.common.compat import logged_step
-from lt_zero.training.lightning.monitor.comm_log import CommRecord, bus_factor
+from lt_zero.training.lightning.monitor.comm_log import bus_factor
 from lt_zero.training.lightning.monitor.step_metrics import RunObserver
+from lt_zero.training.lightning.monitoring import CommRecord
 from lt_zero.training.lightning.setup import RunSnapshot
 from lt_zero.training.run_file import RunFile
 

@@ -22,7 +22,7 @@ from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.guard import is_guarded
 from lt_zero.core.engine.layout import Piece
-from lt_zero.core.step.overflow import FiniteWatch, nonfinite_parameters, overflow_report
+from lt_zero.training.overflow import FiniteWatch, nonfinite_parameters, overflow_report
 from tests.support.matrix import only_rows
 from tests.support.models import Block, Net, next_token_loss, tokens
 from tests.support.parity import RELEASE, STAGES, config_of
