@@ -361,7 +361,7 @@ def are_coded(*states: Sequence[Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class StateCode:
-    """The code of states that are kept as codes, as steps ask about it.
+    """Coded optimizer states, as far as steps ask about them.
 
     Attributes:
         check: raises ValueError if states are no codes for these parameters.
