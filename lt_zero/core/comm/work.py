@@ -164,32 +164,29 @@ class CollectiveMonitor:
         """
         if isinstance(work, Barrier) and work.is_completed():
             return
+        started = time.monotonic()
         # Not by the contexts below: each takes five calls, and a small step has several waits.
         if launch is not None:
             self._wait = threading.get_ident(), launch
         try:
-            self._wait_in_slices(work, launch)
+            while not work.is_completed():
+                # An error is the end of a slice, or the work has failed: then the last ``wait`` below raises it.
+                with suppress(RuntimeError):
+                    work.wait(self.slice)
+                if not work.is_completed():
+                    self.raise_verdict()
+                    waited = time.monotonic() - started
+                    if launch is not None and (detector := self.detector()) is not None:
+                        detector.examine(launch, waited)
+                    if isinstance(work, Barrier):
+                        self._examine_barrier(work, waited)
+            work.wait()
         except RuntimeError as error:
             self._explain(error)
             raise
         finally:
             if launch is not None:
                 self._wait = None
-
-    def _wait_in_slices(self, work: Any, launch: CollectiveId | None) -> None:
-        started = time.monotonic()
-        while not work.is_completed():
-            # An error is the end of a slice, or the work has failed: then the last ``wait`` below raises it.
-            with suppress(RuntimeError):
-                work.wait(self.slice)
-            if not work.is_completed():
-                self.raise_verdict()
-                waited = time.monotonic() - started
-                if launch is not None and (detector := self.detector()) is not None:
-                    detector.examine(launch, waited)
-                if isinstance(work, Barrier):
-                    self._examine_barrier(work, waited)
-        work.wait()
 
     @contextmanager
     def waiting_for(self, launch: CollectiveId | None) -> Iterator[None]:
