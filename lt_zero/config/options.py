@@ -9,6 +9,7 @@ from typing import TypeVar
 from torch import nn
 
 from lt_zero.common.boxes import ParamSpec
+from lt_zero.common.errors import ConfigError
 from lt_zero.common.fields import Block
 from lt_zero.common.moment_form import PlainMoments
 from lt_zero.common.names import OfRanks, alone
@@ -25,7 +26,14 @@ _Options = TypeVar("_Options", LeafModules, StatesOffload, ParamsOffload)
 
 
 def engine_options(config: Schema, dtypes: DtypePolicy) -> EngineOptions:
-    """The options of an engine, before features change them (core/ask.py); ``dtypes``: from ``dtype_policy``."""
+    """The options of an engine, before features change them (core/ask.py).
+
+    ``dtypes``: from ``dtype_policy``, or a caller's own.
+
+    Raises:
+        ConfigError: ``dtypes`` ask for a feature, and the configuration does not.
+    """
+    _check_asked(config, dtypes)
     zero = config.zero_optimization
     states = zero.offload_optimizer
     params = zero.param_offload
@@ -56,6 +64,18 @@ def engine_options(config: Schema, dtypes: DtypePolicy) -> EngineOptions:
         predivides=group_options(config).predivides,
         moments=PlainMoments(moments) if moments is not None and moments.is_floating_point else None,
     )
+
+
+def _check_asked(config: Schema, dtypes: DtypePolicy) -> None:
+    """Refuse dtypes whose features the configuration does not ask for: these would be left out silently."""
+    if dtypes.stochastic and not config.bf16.stochastic_rounding:
+        key = "bf16.stochastic_rounding"
+        raise ConfigError.about(key, f"{key}=false, and the policy has stochastic=True. Set the key to true as well.")
+    moments = dtypes.moments
+    if moments is not None and not moments.is_floating_point and moments != config.optimizer_states.dtype:
+        key = "optimizer_states.dtype"
+        name = str(moments).removeprefix("torch.")
+        raise ConfigError.about(key, f"{key} is not {name}, and the policy has moments={moments}. Set the key as well.")
 
 
 def communication_options(config: Schema) -> CommunicationOptions:

@@ -22,6 +22,7 @@ from lt_zero.config.options import (
 )
 from lt_zero.config.precision import dtype_policy
 from lt_zero.core.comm.options import CommunicationOptions, RecordedCollectives
+from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.options import EngineOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore::lt_zero.config.load.ConfigWarning")
@@ -170,3 +171,16 @@ def test_prescaling_comes_before_a_factor() -> None:
     assert group_options(ZeroConfig.of(factor)).predivides
     assert not group_options(ZeroConfig.of(factor | {"prescale_gradients": True})).predivides
     assert not group_options(ZeroConfig()).predivides
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "key"),
+    [
+        (DtypePolicy(stochastic=True), "bf16.stochastic_rounding"),
+        (DtypePolicy(moments=torch.int8), "optimizer_states.dtype"),
+    ],
+    ids=["rounding", "moments"],
+)
+def test_dtypes_whose_feature_is_not_asked_for_are_refused(dtypes: DtypePolicy, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}.*policy"):
+        engine_options(ZeroConfig.of({}), dtypes)
