@@ -30,9 +30,6 @@ def _run(command: list[str], env: dict[str, str]) -> str:
     return done.stdout
 
 
-pytestmark = pytest.mark.slow  # each test starts processes that import all that a training needs
-
-
 @pytest.fixture(scope="module")
 def expected() -> float:
     """The weights' sum after training with the subprocess launcher."""
@@ -44,16 +41,18 @@ def expected() -> float:
 
 
 def test_the_script_starts_the_other_rank(expected: float) -> None:
-    """No launcher at all, ``python train.py``."""
+    """No launcher at all, ``python train.py``; the fast one of these tests."""
     assert expected > 0
 
 
+@pytest.mark.slow
 def test_torchrun(expected: float) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     results = _results(_run([*command, SCRIPT, "popen"], environment()))
     assert [(r["rank"], r["sum"]) for r in results] == [(0, expected), (1, expected)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["spawn", "fork", "name"])
 def test_multiprocessing(expected: float, start_method: str) -> None:
     """The parent process ends up with the whole trained model."""
@@ -61,6 +60,7 @@ def test_multiprocessing(expected: float, start_method: str) -> None:
     assert [r["sum"] for r in results] == [expected]
 
 
+@pytest.mark.slow
 def test_multiprocessing_with_tensor_ranks() -> None:
     """The parent process ends up with whole tensors, of the values that the ranks have."""
     of_ranks = _results(_run([sys.executable, SCRIPT, "popen", "--tensor"], environment()))
@@ -70,6 +70,7 @@ def test_multiprocessing_with_tensor_ranks() -> None:
         assert [r["sum"] for r in results] == [of_ranks[0]["sum"]]
 
 
+@pytest.mark.slow
 def test_a_notebook_goes_on_in_the_parent_process(tmp_path: Path) -> None:
     """It has the weights. The engine is gone, and the errors tell where to export and save; what was saved resumes."""
     # Several threads per rank: a rank that believes in those of its parent waits for them.
@@ -88,6 +89,7 @@ def test_a_notebook_goes_on_in_the_parent_process(tmp_path: Path) -> None:
     assert found["files"] == ["last.ckpt", "weights.ckpt", "weights.pt"]
 
 
+@pytest.mark.slow
 def test_nothing_complains_when_rank_0_of_a_fabric_script_ends_first() -> None:
     """It serves the store, which a thread of every rank looks at."""
     command = [sys.executable, str(SUPPORT / "fabric_script.py")]
@@ -97,11 +99,13 @@ def test_nothing_complains_when_rank_0_of_a_fabric_script_ends_first() -> None:
     assert "TCPStore" not in done.stderr
 
 
+@pytest.mark.slow
 def test_slurm(expected: float) -> None:
     results = _results("".join(p.communicate(timeout=240)[0] for p in slurm_job([SCRIPT, "popen"])))
     assert [(r["rank"], r["sum"]) for r in results] == [(0, expected), (1, expected)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
 def test_an_error_on_one_rank_ends_all(start_method: str) -> None:
     """And is told without the frames of Lightning between the script's and the cause."""
