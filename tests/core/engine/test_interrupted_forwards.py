@@ -60,8 +60,8 @@ def _scoped(model: nn.Module, engine: Engine) -> Callable[[Tensor], Tensor]:
 
 
 def _in_fabric(model: nn.Module, engine: Engine) -> Callable[[Tensor], Tensor]:
-    numbers: Callable[[bool], AbstractContextManager[None]] = lambda trains: nullcontext()  # noqa: E731
-    return ShardedModule(model, engine, numbers)
+    within: Callable[[nn.Module, bool], AbstractContextManager[None]] = lambda module, trains: nullcontext()  # noqa: E731
+    return ShardedModule(model, engine, within)
 
 
 def _passes(call: Callable[[Tensor], Tensor], engine: Engine) -> bool:
