@@ -123,7 +123,7 @@ _TRAINING = (  # keys of optimizers, gradients and steps
         "gradient_noise_scale",
         "data_types.grad_accum_dtype",
     ),
-    "broadcast_buffers",
+    *("broadcast_buffers", "pipeline.activation_checkpoint_interval"),
     *("steps_per_print", "bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"),
     "bf16.stochastic_rounding",
     *("fp16.fp16_master_weights_and_grads", *(f"zero_optimization.{key}" for key in _ZERO)),

@@ -20,5 +20,5 @@ class Parallelism(Feature):
         return DividedRun(group, self.config, mesh) if mesh is not None else None
 
     def prepare(self, module: nn.Module, group: ShardGroup, training: bool) -> None:
-        if training:
-            refuse_interval(module, self.config.pipeline)
+        # Also before an evaluation: training may go on with its engine, and does not prepare the module again.
+        refuse_interval(module, self.config.pipeline)

@@ -12,6 +12,7 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import lt_zero
 from lt_zero import ConfigError
 from lt_zero.common.compat import is_compiled
 from lt_zero.config.blocks import PipelineParallel
@@ -19,6 +20,7 @@ from lt_zero.core.engine.engine import Engine
 from lt_zero.parallel import LayerSpec, Pipeline, TiedLayerSpec
 from lt_zero.parallel.pipeline.position import Position
 from tests.support.features import needs, skip_without
+from tests.support.lightning_tools import GPT, single_trainer
 from tests.support.matrix import only, only_rows
 from tests.support.parity import OPTIMIZERS
 from tests.support.pipelines import WIDTH, Block, Model, Ranks, all_weights, reference_step, specs, start
@@ -83,6 +85,18 @@ def test_recomputation_changes_no_bit(pool: Pool, how: str, stage: int, dropout:
         skip_without("activation_checkpointing")
     calls = pool.run(2, _recompute, stage, how, 5, dropout)
     assert sum(calls) >= 2 * 5 * 4, "blocks ran once for each of 4 micro-batches: nothing was recomputed"
+
+
+@pytest.mark.parametrize("call", ["validate", "fit"])
+def test_an_interval_without_a_pipeline_is_refused(call: str) -> None:
+    """Also by an evaluation, as a fit may go on with its engine."""
+    trainer = single_trainer(strategy=lt_zero.ZeroStrategy(config=RECOMPUTED["interval 1"]), max_steps=1)
+    with pytest.raises(ConfigError, match=r"interval=1 recomputes layers .* GPT has none"):
+        getattr(trainer, call)(GPT())
+
+
+def test_inference_leaves_an_interval_out() -> None:
+    lt_zero.inference(nn.Linear(2, 2), RECOMPUTED["interval 1"])
 
 
 @pytest.mark.slow

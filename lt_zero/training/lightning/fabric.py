@@ -106,7 +106,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
             expert_parallel_size=expert_parallel_size,
             dp_replicate_size=dp_replicate_size,
         )
-        self._config = loaded.usable()
+        self.config: ZeroConfig = loaded.usable()
         self._shown = shown(self.config)  # in checkpoints
         loaded.announce()
         check_face(self.config, self.face)
@@ -130,11 +130,6 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
             f"takes lt_zero.ZeroStrategy(stage={self.stage}), and the package lightning_fabric takes this one after "
             "lt_zero.as_pytorch_lightning()"
         )
-
-    @property
-    @override
-    def config(self) -> ZeroConfig:
-        return self._config
 
     # ---- precision ---------------------------------------------------------------------------------------------
 

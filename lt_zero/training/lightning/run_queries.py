@@ -46,6 +46,7 @@ class RunQueries(ShardedStrategy, DDPStrategy):
     @property
     @override
     def config(self) -> ZeroConfig:
+        """The configuration, as far as it is resolved."""
         return self._reconciler.config
 
     # Parts of a run, made when they are used first.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -49,10 +49,11 @@ class ShardedStrategy:
     _start_method: StartMethod
     _get_process_group_backend: Callable[[], str]
 
-    @property
-    def config(self) -> ZeroConfig:
-        """The configuration, as far as it is resolved."""
-        raise NotImplementedError
+    if TYPE_CHECKING:  # a property of one strategy, an attribute of the other
+
+        @property
+        def config(self) -> ZeroConfig:
+            """The configuration, as far as it is resolved."""
 
     @property
     def stage(self) -> int:

@@ -664,3 +664,18 @@ def test_strings() -> None:
         fabric = L.Fabric(accelerator="cpu", strategy=f"zero_{stage}_spawn", devices=2)
         assert isinstance(fabric.strategy, FabricZeroStrategy)
         assert fabric.strategy.config.zero_optimization.stage == stage
+
+
+class _OwnArguments(FabricZeroStrategy):
+    """A user's strategy that keeps what it was made of by a name that the base class has, too."""
+
+    def __init__(self, config: Any, **kwargs: Any) -> None:
+        self.config = config
+        super().__init__(config=config, **kwargs)
+
+
+def test_a_subclass_may_set_the_configuration() -> None:
+    strategy = _OwnArguments({"zero_optimization": {"stage": 1}}, parallel_devices=[torch.device("cpu")])
+    assert strategy.stage == 1
+    strategy.config = lt_zero.ZeroConfig(stage=2)
+    assert strategy.stage == 2
