@@ -193,7 +193,7 @@ def operator(
 
     @functools.wraps(reference)
     def operation(*args: P.args, **kwargs: P.kwargs) -> R:
-        given: dict[str, Any] = dict(zip(positional, args, strict=False))
+        given: dict[str, Any] = dict(zip(parameters, args, strict=False))
         given.update(kwargs)
         if len(given.get(positional[0], ())) == 0:
             return empty()  # type: ignore[no-any-return]

@@ -314,6 +314,14 @@ def test_writing_is_noticed_by_autograd() -> None:
         assert ops.norm_squared([x]).item() == 3.0
 
 
+def test_an_option_by_its_position() -> None:
+    """Operators take it, although their references do not."""
+    total = torch.ones(4)
+    accumulate: Any = ops.accumulate
+    accumulate([total], [torch.ones(4)], 0.5)
+    assert total.tolist() == [1.5] * 4
+
+
 def test_the_reference_takes_what_the_kernel_takes() -> None:
     for apply in (ops.lamb_apply, ops.lamb_apply_reference):
         weight = torch.ones(2, 3)

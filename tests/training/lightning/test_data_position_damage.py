@@ -8,6 +8,7 @@ import itertools
 import re
 import tempfile
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -383,6 +384,20 @@ def _spoil(*path: Any, value: Any = None) -> Callable[[Any], Any]:
         return states
 
     return change
+
+
+def test_a_checkpoint_from_before_numbers_of_samples_were_saved(tmp_path: Path) -> None:
+    """Its checksum is of the number and the indices, as it is now."""
+
+    def without_number(states: Any) -> Any:
+        witness = states[0]["loaders"][0]["witness"]
+        del witness["size"]
+        witness["digest"] = zlib.crc32(b"2" + b"24" + b"4" + b"4567")
+        return states
+
+    with warnings.catch_warnings(record=True) as told:
+        _resumed_from(without_number, tmp_path, functools.partial(new_loader, shuffle=False))
+    assert not [warning for warning in told if "another one now" in str(warning.message)]
 
 
 @pytest.mark.parametrize(

@@ -774,7 +774,7 @@ class LoaderPosition:
         if not self.skips_indices:
             self.witness = Witness(batch, self._before)
         elif self._indices is not None:
-            self.witness = Witness(self._indices, self._before, stays=True, size=self._size)
+            self.witness = Witness((self._size, self._indices), self._before, stays=True, size=self._size)
         self._before = None
 
     # ---- saving and restoring ------------------------------------------------------------------------------------
@@ -977,7 +977,7 @@ class LoaderPosition:
                 "other data, or the program leaves out the samples that were seen (by `trainer.global_step`), as "
                 "lt_zero does by itself"
             )
-        elif witness is not None and witness.size is not None and witness.size != self._size:
+        elif witness is not None and None not in (witness.size, self._size) and witness.size != self._size:
             # A program that leaves out the samples that were seen gives the same indices to a shorter data set.
             self._warn(
                 f"had {witness.size} samples at the checkpoint, and has {self._size} now. The indices of the samples "
@@ -1011,7 +1011,13 @@ class LoaderPosition:
             item = next(items, self)
             if item is self:
                 return batches, witness is None  # the dataset has become smaller: the epoch ends here
-        return batches, witness is None or witness.saw(item)
+        if witness is None:
+            return batches, True
+        if not self.skips_indices:
+            return batches, witness.saw(item)
+        # The caller compares the number. Older checkpoints tell it only by their checksum.
+        size = witness.size if witness.size is not None else self._size
+        return batches, witness.saw((size, item))
 
     def tell_unsaved(self) -> None:
         """Warn about private state that a checkpoint does not have."""

@@ -29,7 +29,7 @@ class Witness:
             for a checkpoint, as this is done for each batch.
         states: before it was read.
         stays: whether nobody changes the batch in place. Its values are then read when they are needed, without a copy.
-        size: the number of samples of the data set, if ``batch`` is only the indices of a batch; None: it is unknown.
+        size: the number of samples of the data set, if ``batch`` is it and the indices of a batch; None: it is unknown.
     """
 
     def __init__(self, batch: Any, states: RandomStates, stays: bool = False, size: int | None = None) -> None:
