@@ -18,6 +18,7 @@ import scale
 from bench_rows import Group, LeftOut, Options, Row, groups, isas
 from measuring import Rounds, interleaved, ratio
 
+from tests.support.features import needs
 from tests.support.paths import ROOT
 
 OPTIONS = Options(quick=False, deepspeed_python="", path=Path("/tmp"))
@@ -177,6 +178,7 @@ def test_the_pages_show_the_stored_figures(name: str) -> None:
         assert place == bench_report.PLACES[name](results), "run python benchmarks/bench_all.py --docs"
 
 
+@needs("offload")
 def test_the_pictures_show_the_stored_figures() -> None:
     for name, content in bench_pictures.pictures(next(iter(bench_report.stored().values()))).items():
         assert (bench_pictures.FOLDER / name).read_text() == content, "run python benchmarks/bench_pictures.py"

@@ -51,7 +51,12 @@ def here(trial: gpu_largest.Trial, seconds: float) -> dict[str, Any]:
     return found | {"trains": math.isfinite(found["loss"])}
 
 
-OF_FEATURES = {"few_bits": "quantize", "attention": "sparse_attention"}  # that a measurement is about
+OF_FEATURES = {  # that a measurement is about
+    "few_bits": "quantize",
+    "attention": "sparse_attention",
+    "overlap": "offload",
+    "largest": "offload",
+}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lt_zero.common import plain_names
 from lt_zero.common.compat import in_running_backward
 from lt_zero.common.module_hooks import Hook, hookable_modules
 from lt_zero.common.tensor_tree import iter_tensors
@@ -192,7 +193,8 @@ def nonfinite_parameters(engine: Engine) -> list[str]:
     finite = torch.stack(flags).tolist() if flags else []
     mine = [name for name, ok in zip(names, finite, strict=True) if not ok]
     found = {name for some in engine.world.host_gather(mine, "overflowed gradients") for name in some}
-    order = {clean_name(name): number for number, (name, _) in enumerate(engine.root.named_parameters())}
+    every = plain_names.named_parameters(engine.root, remove_duplicate=True)
+    order = {name: number for number, (name, _) in enumerate(every)}
     return sorted(found, key=lambda name: (order.get(name, len(order)), name))
 
 

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from lt_zero.cli import app
 from tests.support.cut_blocks import RULES, CutBlocks
+from tests.support.features import needs
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -54,6 +55,7 @@ def test_the_command_counts_a_models_rules(tmp_path: Path) -> None:
     assert f"Of {whole:,} parameters a tensor rank has {whole - cut // 2:,}: its parts" in " ".join(text.split())
 
 
+@needs("offload")
 def test_fit_tells_which_tensor_sizes_fit() -> None:
     """A layer of 8e9 parameters is too large for a GPU, until two ranks share it with offload, or four without."""
     large = ("--params", "64e9", "--largest", "8e9", "--world", "64", "--per-node", "8", "--precision", "bf16-mixed")

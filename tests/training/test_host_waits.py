@@ -291,6 +291,7 @@ def test_waits(pool: Pool, name: str) -> None:
     row = TABLE[name]
     if row.run is _codes:
         skip_without("compression")
+    skip_without(*row.args)
     if row.run is _parts:
         skip_without("activation_checkpointing")
     if not ops.available(torch.device("cpu")):
