@@ -39,12 +39,10 @@ class ShardedStrategy:
 
     # Of Lightning's classes.
     cluster_environment: ClusterEnvironment | None
-    parallel_devices: list[torch.device] | None
     num_nodes: int
     num_processes: int
     world_size: int
     global_rank: int
-    local_rank: int
     _timeout: timedelta | None
     _start_method: StartMethod
     _get_process_group_backend: Callable[[], str]
@@ -128,9 +126,10 @@ class ShardedStrategy:
     @property
     def root_device(self) -> torch.device:
         """The device of this rank."""
-        assert self.parallel_devices is not None
+        # Lightning's, or that of another strategy which a subclass has among its bases, as Ray's.
+        device: torch.device = super().root_device  # type: ignore[misc]
         # Accelerators of vendors may leave out the index, which torch needs to bind the process group.
-        return accelerator.with_index(self.parallel_devices[self.local_rank])
+        return accelerator.with_index(device)
 
     # ---- places of ranks ---------------------------------------------------------------------------------------
 
@@ -143,7 +142,8 @@ class ShardedStrategy:
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The number of ranks that see different data, and the index of this one."""
         if self.device_mesh is None:
-            return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+            known: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
+            return known
         return {"num_replicas": self.session.division.data_ranks, "rank": self.session.division.data_rank}
 
     def _decide(self, decision: bool, all: bool, add: Callable[..., Any]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -52,3 +52,19 @@ def test_tasks_that_the_environment_counts_join(
     monkeypatch.setattr(sharded_strategy, "begin_restarted", joined)
     with pytest.raises(ending):
         getattr(strategy, set_up)()
+
+
+class _PlacedElsewhere:
+    """Tells the device and the samples of a rank, as the strategy of Ray does, beside which a subclass has ours."""
+
+    root_device = torch.device("cpu", 3)
+    distributed_sampler_kwargs: ClassVar[dict[str, int]] = {"num_replicas": 5, "rank": 2}
+
+
+@pytest.mark.parametrize("kind", [lt_zero.ZeroStrategy, lt_zero.FabricZeroStrategy])
+def test_another_base_of_a_subclass_tells_the_place_of_a_rank(kind: Any) -> None:
+    lightnings = next(base for base in kind.__mro__ if base.__name__ == "DDPStrategy")
+    placed = type("_Placed", (_PlacedElsewhere, lightnings), {})
+    strategy = type("_Both", (kind, placed), {})(stage=2, parallel_devices=[torch.device("cpu")])
+    assert strategy.root_device == torch.device("cpu", 3)
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 5, "rank": 2}
