@@ -40,7 +40,7 @@ def import_public(module: str, name: str) -> ModuleType:
 
 
 def load_if_installed(place: str) -> Any:
-    """Import ``module:name`` of a tool that only adds to what is told; None: the tool is not installed."""
+    """Import ``module:name`` of a tool that lengthens a message; return None if the tool is not installed."""
     module, _, name = place.partition(":")
     try:
         return getattr(importlib.import_module(module), name)

@@ -48,7 +48,7 @@ from lt_zero.training.checkpoints import Saver, Saving
 _TRIAL = "LT_ZERO_TRIAL"  # in the environment: the folder of a trial, which this process was started for
 
 
-class Trial(Protocol):
+class TimedRun(Protocol):
     """Times the steps of a run, and ends the process: planning/trial.py."""
 
     def start(
@@ -93,7 +93,7 @@ class Session:
         self.face = face
         self.division = Division()
         self.saver = Saver()
-        self.trial: Trial | None = None
+        self.trial: TimedRun | None = None
         if folder := os.environ.get(_TRIAL):
             self.trial = load("lt_zero.planning.trial:Trial", _TRIAL, "lt-zero tune")(Path(folder))
         self._engines: list[weakref.ref[Engine]] = []
@@ -277,7 +277,7 @@ class Session:
             self._optimizers.append(weakref.ref(known))
 
     def start_trial(self, engine: Engine, config: ZeroConfig, **facts: Any) -> None:
-        """Begin the trial of a model that is trained, if there is one; ``facts``: as for ``Trial.start``."""
+        """Begin the trial of a model that is trained, if there is one; ``facts``: as for ``TimedRun.start``."""
         if self.trial is not None:
             self.trial.start(engine, config, data_ranks=self.division.data_ranks, **facts)
 

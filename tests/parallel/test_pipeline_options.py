@@ -96,7 +96,8 @@ def test_an_interval_without_a_pipeline_is_refused(call: str) -> None:
 
 
 def test_inference_leaves_an_interval_out() -> None:
-    lt_zero.inference(nn.Linear(2, 2), RECOMPUTED["interval 1"])
+    model = lt_zero.inference(nn.Linear(2, 2), RECOMPUTED["interval 1"])
+    assert model(torch.zeros(1, 2)).shape == (1, 2)
 
 
 @pytest.mark.slow

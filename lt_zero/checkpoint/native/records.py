@@ -94,7 +94,9 @@ _buffer = _ReadBuffer()
 
 def _crc(file: IO[bytes], record: Record) -> int:
     file.seek(record.start)
-    view, total, left = _buffer.view, 0, record.size
+    view = _buffer.view
+    total = 0
+    left = record.size
     while left and (count := file.readinto(view[: min(PIECE, left)])):  # type: ignore[attr-defined]
         total, left = zlib.crc32(view[:count], total), left - count
     if left:
@@ -116,7 +118,9 @@ def _times(a: int, b: int) -> int:
 @functools.lru_cache(64)
 def _shift(nbytes: int) -> int:
     """The factor of a CRC if ``nbytes`` more bytes follow: x to the power of their bits."""
-    power, square, exponent = 1 << 31, 1 << 30, nbytes * 8
+    power = 1 << 31
+    square = 1 << 30
+    exponent = nbytes * 8
     while exponent:
         power = _times(power, square) if exponent & 1 else power
         square, exponent = _times(square, square), exponent >> 1
@@ -174,7 +178,10 @@ class ChecksumJob:
     place: str | None = None
 
     def __init__(self, path: Path, identity: tuple[int, ...], records: Sequence[Record], mapped: _Mapped) -> None:
-        self.path, self.records, self._identity, self._mapped = path, records, identity, mapped
+        self.path = path
+        self.records = records
+        self._identity = identity
+        self._mapped = mapped
         self.size = sum(record.size for record in records)
         self.next: ChecksumJob | None = None
         self._started: list[Future[list[int]]] = []

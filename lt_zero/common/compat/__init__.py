@@ -338,7 +338,10 @@ def local_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor
     """
     if not isinstance(tensor, DTensor):
         return tensor, None
-    mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+    mesh = tensor.device_mesh
+    placements = tensor.placements
+    shape = tensor.shape
+    stride = tensor.stride()
 
     def distributed(local: torch.Tensor) -> torch.Tensor:
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -1,9 +1,9 @@
-"""Steps of buckets in the background, as far as the optimizer's step asks about them; by default there are none.
+"""Background steps of buckets: what the optimizer's step asks about them. By default there are none.
 
-A bucket may be stepped while backward still runs for others, once its gradients are reduced, if nobody clips, unscales
-or reads them before the step: it is in ``early`` then. Until the optimizer's step follows, the model is partially
-stepped (``Offload.partially_stepped``). Or a bucket is stepped beside the next forward, which waits for it: it is in
-``late`` then.
+There are two kinds. An early step updates a bucket while backward still runs for other buckets, as soon as its
+gradients are reduced. It needs gradients that nobody clips, unscales or reads before the optimizer's step. Such buckets
+are in ``early``, and the model is partially stepped until the optimizer's step (``Offload.partially_stepped``). A late
+step updates a bucket beside the next forward, which waits for it. Such buckets are in ``late``.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Note [What a trial cannot see]
 Note [Random numbers]
     All elements get the same random number in a trial. So it tells whether the rest of the update needs whole
     parameters, or all. On ranks an optimizer that draws numbers draws others than in one process, and a number for a
-    whole tensor would differ between its pieces: ``Division.UNKNOWN``.
+    whole tensor would differ between its pieces: ``Separability.UNKNOWN``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _RATE = 0.1  # in place of a learning rate of zero, with which a schedule may be
 _RANDOM = "it draws random numbers, which differ from those of one process"
 
 
-class Division(Enum):
+class Separability(Enum):
     """Parts of a model that ranks may step apart, so that an optimizer computes what it does in one process."""
 
     NOTHING = "it needs all parameters at once, or a loss"
@@ -65,7 +65,7 @@ class Untryable(Exception):
     """An optimizer cannot be tried; says why."""
 
 
-def division_of(optimizer: Optimizer) -> tuple[Division, str]:
+def division_of(optimizer: Optimizer) -> tuple[Separability, str]:
     """Try how an optimizer may be divided; returns that, and why it could not be tried.
 
     The optimizer, its parameters and random states are left as they are.
@@ -75,20 +75,20 @@ def division_of(optimizer: Optimizer) -> tuple[Division, str]:
         try:
             with _undisturbed() as numbers:
                 trial = _Trial(optimizer, dtype, tolerance)
-                found = Division.NOTHING
+                found = Separability.NOTHING
                 if trial.agrees(by_elements=True):
-                    found = Division.ELEMENTS
+                    found = Separability.ELEMENTS
                 elif trial.agrees(by_elements=False):
-                    found = Division.PARAMETERS
+                    found = Separability.PARAMETERS
         except Untryable as error:
             why = str(error)
         except Exception as error:  # of the optimizer's own code
             why = f"its step raised {type(error).__name__} in a trial: {error}"
         else:
-            if numbers.drawn and found is not Division.NOTHING:
-                return Division.UNKNOWN, _RANDOM
+            if numbers.drawn and found is not Separability.NOTHING:
+                return Separability.UNKNOWN, _RANDOM
             return found, ""
-    return Division.UNKNOWN, why
+    return Separability.UNKNOWN, why
 
 
 def states_of(optimizer: Optimizer, number: int, shape: Sequence[int]) -> list[Any]:

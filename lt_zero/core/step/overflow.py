@@ -11,7 +11,7 @@ class OverflowReport:
     """Tells of gradients that are not finite. This one names no module and no parameter; subclasses may."""
 
     def watch(self, root: nn.Module) -> None:
-        """Look at the modules below ``root`` from the next forward on: an overflow in it is told by ``skipped``."""
+        """Watch the modules below ``root`` from the next forward on, so that ``skipped`` can name an overflow there."""
 
     def end(self) -> None:
         """Look at modules no more."""

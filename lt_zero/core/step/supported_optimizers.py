@@ -17,7 +17,7 @@ from lt_zero.common.compat import is_initialized, without_torch_function
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.users_code import warn
 from lt_zero.core.engine.optimizer_spec import ExchangingOptimizer, NormedOptimizer, is_known
-from lt_zero.core.step.optimizer_trial import Division, division_of, states_of
+from lt_zero.core.step.optimizer_trial import Separability, division_of, states_of
 
 ELEMENTWISE = "zero_optimization.optimizer_is_elementwise"
 _ALONG = "zero_optimization.shard_along"
@@ -40,7 +40,7 @@ _NOT_MOMENTS = {"ASGD", "Rprop"}
 _SMALL = (3, 5)
 _tried: WeakIdKeyDictionary = WeakIdKeyDictionary()  # optimizer -> what was tried, and the result
 
-Verdict = tuple[Division, str]  # and why it could not be tried
+Verdict = tuple[Separability, str]  # and why it could not be tried
 Gather = Callable[[Verdict], list[Verdict]]
 
 
@@ -96,31 +96,31 @@ def check_supported(
         return
     found, why = tried(optimizer, gather)
     if elementwise:
-        if found in (Division.NOTHING, Division.PARAMETERS):
+        if found in (Separability.NOTHING, Separability.PARAMETERS):
             warn(
                 f"{ELEMENTWISE}=true, but {name} is not element-wise: in a trial it computed something else on pieces "
                 f"of parameters than on all of them. Remove the key, and set {_ALONG}=parameter or stage 0."
             )
         return
-    if found is Division.NOTHING:
+    if found is Separability.NOTHING:
         raise TypeError(
             f"{name} computes its update from all parameters at once (or from the loss; found out by a trial with "
             "small tensors), but at this stage each rank holds a part of the parameters, and has a loss of its own. "
             "Use stage 0, or take an element-wise optimizer such as AdamW."
         )
-    if found is Division.PARAMETERS and not whole:
+    if found is Separability.PARAMETERS and not whole:
         raise TypeError(
             f"{name} computes something else on pieces of a parameter than on all of it (found out by a trial with "
             f"small tensors), but at this stage a rank holds flat pieces. Set {_ALONG}=parameter, which gives it whole "
             "parameters, or use stage 0, or take an element-wise optimizer such as AdamW."
         )
-    if found is Division.UNKNOWN and not whole:
+    if found is Separability.UNKNOWN and not whole:
         raise TypeError(
             f"{name} cannot be tried out ({why}), and at this stage a rank holds flat pieces of parameters, on which "
             f"only element-wise optimizers are exact. Set {_ALONG}=parameter, which gives it whole parameters, or, if "
             f"each element of its update depends on that element alone, {ELEMENTWISE}=true."
         )
-    if found is Division.UNKNOWN:
+    if found is Separability.UNKNOWN:
         warn(
             f"{name} cannot be tried out by lt_zero ({why}): each rank runs it on some of the parameters, which "
             "is exact only if it treats them one by one."
@@ -143,7 +143,7 @@ def tried(optimizer: Optimizer, gather: Gather = lambda mine: [mine]) -> Verdict
     return min(gather(mine), key=lambda verdict: _WORST.index(verdict[0]))
 
 
-_WORST = [Division.NOTHING, Division.UNKNOWN, Division.PARAMETERS, Division.ELEMENTS]
+_WORST = [Separability.NOTHING, Separability.UNKNOWN, Separability.PARAMETERS, Separability.ELEMENTS]
 
 
 def check_parts(optimizer: Optimizer, parts: Mapping[int, str], elementwise: bool = False) -> None:
@@ -163,17 +163,17 @@ def check_parts(optimizer: Optimizer, parts: Mapping[int, str], elementwise: boo
         return
     names = {cls.__name__ for cls in type(optimizer).__mro__}
     name = type(optimizer).__name__
-    division, why = (Division.PARAMETERS, "") if names & _WHOLE else (Division.ELEMENTS, "")
+    division, why = (Separability.PARAMETERS, "") if names & _WHOLE else (Separability.ELEMENTS, "")
     if not (names & _WHOLE or is_known(type(optimizer)) or elementwise):
         division, why = tried(optimizer)
     remedy = "Take an element-wise optimizer such as AdamW, or lt_zero.optim.Lamb (lt_zero.optim.Muon with "
     remedy += "use_muon=False for these parameters)"
-    if division is Division.UNKNOWN:
+    if division is Separability.UNKNOWN:
         raise TypeError(
             f"{name} cannot be tried out ({why}), and groups of ranks have a part of {found!r} each, on which only "
             f"element-wise optimizers are exact. {remedy}, or, if it is element-wise, set {ELEMENTWISE}=true."
         )
-    if division is not Division.ELEMENTS:
+    if division is not Separability.ELEMENTS:
         raise TypeError(
             f"{name} computes its update from whole matrices or their norms, but groups of ranks have a part of "
             f"{found!r} each. {remedy}."

@@ -91,7 +91,7 @@ _HPARAMS_TYPE = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE
 _GATHERS = "stage3_gather_16bit_weights_on_model_save"
 
 
-class Beside(Protocol):
+class WeightsFile(Protocol):
     """Files beside checkpoints, which ``_GATHERS`` asks for: weights_beside.py."""
 
     def check(self, path: str) -> None:
@@ -427,7 +427,7 @@ def _remove(run: RunSnapshot, path: str) -> None:
             files.remove(path)
 
 
-def _beside(run: RunSnapshot) -> Beside | None:
+def _beside(run: RunSnapshot) -> WeightsFile | None:
     """The files beside checkpoints; None: the configuration asks for none.
 
     Raises:
@@ -436,7 +436,7 @@ def _beside(run: RunSnapshot) -> Beside | None:
     if not getattr(run.config.zero_optimization, _GATHERS):
         return None
     place = "lt_zero.training.lightning.weights_beside:WeightsBeside"
-    made: Beside = load(place, f"zero_optimization.{_GATHERS}", "the export of weights")(run)
+    made: WeightsFile = load(place, f"zero_optimization.{_GATHERS}", "the export of weights")(run)
     return made
 
 

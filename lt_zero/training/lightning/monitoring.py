@@ -19,7 +19,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.core.comm.ranks import NewLog
 from lt_zero.core.comm.world import World
 from lt_zero.training.lightning.setup import RunSnapshot
-from lt_zero.training.session import Trial
+from lt_zero.training.session import TimedRun
 
 T = TypeVar("T")
 _PLACE = "lt_zero.training.lightning.monitor.run_monitor:Monitors"
@@ -124,7 +124,7 @@ class RunMonitor:
         """Training continues."""
 
 
-def monitor_of(config: ZeroConfig, trial: Trial | None = None) -> RunMonitor:
+def monitor_of(config: ZeroConfig, trial: TimedRun | None = None) -> RunMonitor:
     """The monitors that a configuration, or a trial of ``lt-zero tune``, asks for.
 
     Raises:

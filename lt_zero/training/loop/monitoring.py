@@ -65,5 +65,5 @@ def monitor_of(config: ZeroConfig, world: World, mode: str) -> LoopMonitor:
     key = next((f"{key}.enabled" for key in _BLOCKS if getattr(config, key).enabled), None)
     if (key := world.host_broadcast(key, "monitors")) is None:
         return LoopMonitor()
-    made: LoopMonitor = load("lt_zero.training.loop.monitors:Monitors", key, "monitoring")(config, world, mode)
+    made: LoopMonitor = load("lt_zero.training.loop.monitors:LoopMonitors", key, "monitoring")(config, world, mode)
     return made

@@ -159,7 +159,7 @@ class _Output:
             self.file.flush()
 
 
-class Monitors(LoopMonitor):
+class LoopMonitors(LoopMonitor):
     """DeepSpeed's ``engine.monitor``: writes events on rank 0. Collective.
 
     All names begin with ``Train/Samples/``. ``train_loss``: of a step, averaged over the ranks, if ``engine.backward``

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import lt_zero
-from lt_zero.core.step.optimizer_trial import Division
+from lt_zero.core.step.optimizer_trial import Separability
 from lt_zero.core.step.supported_optimizers import check_parts, check_supported, tried
 from tests.support.features import needs
 from tests.support.matrix import only, only_rows
@@ -150,7 +150,7 @@ def test_each_group_is_tried(pool: Pool) -> None:
     for lars, refused in ((True, True), (False, False)):
         plain = Free([torch.nn.Parameter(torch.zeros(2))], lars=False)
         plain.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "lars": lars})
-        assert tried(plain) == (Division.PARAMETERS if refused else Division.ELEMENTS, "")
+        assert tried(plain) == (Separability.PARAMETERS if refused else Separability.ELEMENTS, "")
 
 
 class Counted(Plain):
@@ -247,14 +247,14 @@ class Locked(Counted):
         self.lock = threading.Lock()
 
 
-FOUND: dict[Any, tuple[Division, str]] = {
-    Counted: (Division.ELEMENTS, ""),
-    Late: (Division.PARAMETERS, ""),
-    Factored: (Division.PARAMETERS, ""),
-    Distance: (Division.NOTHING, ""),
-    Polyak: (Division.NOTHING, ""),
-    Drawn: (Division.UNKNOWN, "it draws random numbers"),
-    Locked: (Division.UNKNOWN, "it cannot be copied"),
+FOUND: dict[Any, tuple[Separability, str]] = {
+    Counted: (Separability.ELEMENTS, ""),
+    Late: (Separability.PARAMETERS, ""),
+    Factored: (Separability.PARAMETERS, ""),
+    Distance: (Separability.NOTHING, ""),
+    Polyak: (Separability.NOTHING, ""),
+    Drawn: (Separability.UNKNOWN, "it draws random numbers"),
+    Locked: (Separability.UNKNOWN, "it cannot be copied"),
 }
 
 
@@ -268,7 +268,7 @@ def test_a_trial_steps_copies_of_the_optimizer(cls: Any) -> None:
     assert (found, told.startswith(why)) == (divided, True), (found, told)
     assert (optimizer.steps, optimizer.seen, dict(optimizer.state)) == (0, {}, {})
     assert all(bool((p == 2).all()) for p in optimizer.param_groups[0]["params"])
-    if divided is not Division.ELEMENTS:
+    if divided is not Separability.ELEMENTS:
         known = {id(optimizer.param_groups[0]["params"][0]): "some.weight"}
         with pytest.raises(TypeError, match="'some.weight'"):
             check_parts(optimizer, known)  # of which tensor ranks have a part
@@ -276,7 +276,7 @@ def test_a_trial_steps_copies_of_the_optimizer(cls: Any) -> None:
 
 def test_a_trial_steps_copies_of_wrapped_optimizers() -> None:
     weights = [torch.nn.Parameter(torch.ones(3, 5))]
-    for inner, found in ((Plain, Division.ELEMENTS), (Trusting, Division.PARAMETERS)):
+    for inner, found in ((Plain, Separability.ELEMENTS), (Trusting, Separability.PARAMETERS)):
         around = Around(inner(weights))
         schedule = torch.optim.lr_scheduler.ConstantLR(around)  # binds ``step`` to this optimizer
         assert tried(around) == (found, "")

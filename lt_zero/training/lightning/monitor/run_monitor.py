@@ -46,7 +46,7 @@ from lt_zero.training.lightning.monitor.run_record import RunRecord
 from lt_zero.training.lightning.monitor.step_metrics import RunObserver, StepPrinter
 from lt_zero.training.lightning.monitoring import CommRecord, RunMonitor, T
 from lt_zero.training.lightning.setup import RunSnapshot
-from lt_zero.training.session import Trial
+from lt_zero.training.session import TimedRun
 
 
 class Monitors(RunMonitor):
@@ -58,7 +58,7 @@ class Monitors(RunMonitor):
         flops: operations of a micro-batch on this rank, if a monitor needs them.
     """
 
-    def __init__(self, config: ZeroConfig, trial: Trial | None = None) -> None:
+    def __init__(self, config: ZeroConfig, trial: TimedRun | None = None) -> None:
         super().__init__(config)
         every, profiles = config.steps_per_print, config.flops_profiler
         logs = any(b.enabled for b in (config.csv_monitor, config.tensorboard, config.wandb, config.comet))
@@ -185,7 +185,7 @@ class Monitors(RunMonitor):
 class TrialObserver(RunObserver):
     """Times the steps of a run that ``lt-zero tune`` has started, and ends it."""
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: TimedRun) -> None:
         self._trial = trial
         self._first: Optimizer | None = None  # with manual optimization a step is that of the first optimizer
 
