@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 
