@@ -292,11 +292,9 @@ def states_of(optimizer: str | float | Optimizer) -> tuple[float, str]:
         return optimizer / torch.float32.itemsize, ""
     if isinstance(optimizer, str):
         name = optimizer.lower()
-        every = {**vars(optim), **vars(torch.optim)}
-        classes: dict[str, Any] = {n.lower(): c for n, c in every.items() if inspect.isclass(c)}
+        classes: dict[str, Any] = {n.lower(): c for n, c in vars(torch.optim).items() if inspect.isclass(c)}
         known = {n: c for n, c in classes.items() if issubclass(c, Optimizer) and c is not Optimizer}
-        # Those of features are imported when they are asked for.
-        known |= {n.lower(): partial(_made, n) for n in dir(optim) if n not in vars(optim)}
+        known |= {n.lower(): partial(_made, n) for n in optim.OPTIMIZERS}
         known["momentum"] = partial(torch.optim.SGD, momentum=0.9)
         if name not in known:
             raise ValueError(
@@ -314,7 +312,7 @@ def states_of(optimizer: str | float | Optimizer) -> tuple[float, str]:
 
 
 def _made(name: str, parameters: list[Parameter]) -> Optimizer:
-    """An optimizer of ``lt_zero.optim``."""
+    """An optimizer of ``lt_zero.optim``, which is imported now."""
     made: Optimizer = getattr(optim, name)(parameters)
     return made
 
