@@ -19,10 +19,11 @@ from lt_zero.common.errors import ConfigError, add_note
 from lt_zero.common.names import merged
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import PipelineParallel
+from lt_zero.config.pipelines import divide, weights_of
 from lt_zero.core.division import PartOfRun
 from lt_zero.core.engine.same_on_ranks import model_facts
 from lt_zero.parallel.pipeline.models import ModelParts, fill, targets_of
-from lt_zero.parallel.pipeline.partition import divide, forward_seconds, own_numels, weights_of
+from lt_zero.parallel.pipeline.partition import forward_seconds, own_numels
 from lt_zero.parallel.pipeline.position import Position, current, of_first_rank
 from lt_zero.parallel.pipeline.specs import Layer, LayerSpec, TiedLayerSpec, as_arguments, class_of
 from lt_zero.parallel.random import seeded
@@ -137,6 +138,10 @@ class Pipeline(PartOfRun):
         """
         parts = ModelParts(model)
         return _OfModel(parts, loss_fn, num_stages, partition_method, weights)
+
+    @property
+    def layers_on_ranks(self) -> int:  # type: ignore[override]
+        return self.parts[-1].stop if self.position.ranks > 1 else 0
 
     def _check_stages(self, num_stages: int | None) -> None:
         known = self.position.ranks
