@@ -67,7 +67,7 @@ class RowRanks(Protocol):
 
 
 class PlannedParts(NamedTuple):
-    """What a rank has of a module, where it has not all of it.
+    """The part of a module that a rank has, where it has not all of it.
 
     Attributes:
         tensors: the parts of tensors that it has.
@@ -90,7 +90,7 @@ class PlannedDivision:
         return nullcontext()
 
     def parts(self, module: nn.Module) -> PlannedParts:
-        """What the first of the ranks with ``module`` has of it.
+        """The part of ``module`` that the first of its ranks has.
 
         Raises:
             ConfigError: it cannot be divided.

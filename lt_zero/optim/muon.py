@@ -296,7 +296,7 @@ def factory_of(name: str) -> Factory:
 
 
 def _shares(optimizer: Optimizer) -> Iterator[tuple[str, str, str]]:
-    """Who steps which parameters; see ``Factory.shares``."""
+    """The parameters that Muon steps, and those that Adam steps; see ``Factory.shares``."""
     for by, uses_muon, which in (
         ("Muon", True, "matrices of hidden layers"),
         ("Adam", False, "all other parameters"),

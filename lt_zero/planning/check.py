@@ -110,7 +110,7 @@ class CheckedRun(NamedTuple):
         return forecast(plan, self.config, self.policy, self.setup)
 
     def remedy(self, host: int, ranks: int) -> str:
-        """What to do about so many ``ranks`` that need more than the ``host`` bytes of their host."""
+        """Tell what to do about so many ``ranks`` that need more than the ``host`` bytes of their host."""
         advise = load_if_installed(f"{_PLANNER}:advice")
         skipping = "LT_ZERO_MEMORY_CHECK=0 skips this check."
         return f"{advise(self, host, ranks)} {skipping}" if advise else skipping

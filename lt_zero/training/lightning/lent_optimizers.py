@@ -12,14 +12,12 @@ from torch.optim import Optimizer
 
 from lt_zero.common.errors import ConfigError, Mark, Problem
 from lt_zero.common.names import OfRanks
-from lt_zero.common.tables import show
+from lt_zero.common.tables import show, show_values
 from lt_zero.config import ZeroConfig
-from lt_zero.config.auto import Resolution
 from lt_zero.core.feature import Undo
 from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
 from lt_zero.optim.grouping import table
 from lt_zero.optim.registry import optimizer_factory
-from lt_zero.training.lightning.reconcile import show_table
 
 _HOOK = "configure_optimizers"
 
@@ -81,7 +79,7 @@ class _ConfigureOptimizers:
 
 @dataclass(frozen=True)
 class _Lent:
-    """What is lent; arguments as for ``lend``. ``original``: the method of the module."""
+    """The optimizers that are lent; arguments as for ``lend``. ``original``: the method of the module."""
 
     module: pl.LightningModule
     original: Callable[[], Any]
@@ -97,7 +95,7 @@ class _Lent:
         if self.module.trainer.is_global_zero and block.param_groups:
             show(table(optimizer))
         elif self.module.trainer.is_global_zero:
-            show_table([Resolution(*share) for share in optimizer_factory(block.type).shares(optimizer)])
+            show_values(list(optimizer_factory(block.type).shares(optimizer)))
         return self._scheduled(optimizer)
 
     def _scheduled(self, optimizers: Any) -> Any:

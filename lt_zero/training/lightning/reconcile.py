@@ -20,9 +20,9 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from lt_zero.common.console import RunConsole
 from lt_zero.common.errors import ConfigError, Mark, Path, Problem, path_of
 from lt_zero.common.names import OfRanks, alone
+from lt_zero.common.tables import show_values
 from lt_zero.common.tensor_tree import sizes_of
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
@@ -114,7 +114,7 @@ class Reconciler:
         check_same(config, world.host_gather)
         self._use(config)
         if show:
-            show_table([*rows, *resolutions])
+            show_values([*rows, *resolutions])
             if config.scheduler is not None and not module.automatic_optimization:
                 call = "step(metric) after each epoch" if config.scheduler.follows_metric else "step() after each step"
                 text = f"scheduler.type={config.scheduler.type!r}: the module optimizes manually, so it must call "
@@ -157,19 +157,11 @@ class Reconciler:
         if size is not None:
             config, found = resolve_batch(self.config, size, self._steps, ranks)
             self._use(config)
-            show_table(found if show else [])
+            show_values(found if show else [])
         elif given and show:
             names = " and ".join(f"{key}={value}" for key, value in given.items())
             text = f"{names} cannot be compared with the first batch: its size is ambiguous."
             warn(text, ConfigWarning)
-
-
-def show_table(rows: Sequence[Resolution]) -> None:
-    """Print resolved values, one per line, never cut to the terminal's width."""
-    width = max((len(row.key) for row in rows), default=0)
-    lines = [f"  {row.key.ljust(width)}  {row.value}  ({row.source})" for row in rows]
-    if lines:
-        RunConsole().print("\n".join(["Configuration:", *lines]), markup=False, highlight=False, soft_wrap=True)
 
 
 def _quotient(total: int, name: str, factor: int, world: int, wanted: str) -> int:
