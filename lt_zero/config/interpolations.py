@@ -60,9 +60,10 @@ def resolve(document: Document) -> Document:
         ConfigError: all variables and keys that are missing, circles, unknown resolvers, values ``???``, and texts that
             are too long, or become so.
     """
+    if not (texts := document.interpolations()):
+        return document
     from lt_zero.common.compat.of_hydra import environment_read
 
-    texts = document.interpolations()
     document = document.copy()
     _check(document, texts)
     with environment_read() as values:
