@@ -25,7 +25,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,6 @@ from lt_zero.core.comm.part_ranks import PartRanks
 from lt_zero.core.comm.process_groups import one_queue
 from lt_zero.core.comm.sequence import SequenceGroup
 from lt_zero.core.comm.shard_group import ShardGroup
-from lt_zero.core.comm.stage_ranks import StageRanks
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.same_on_ranks import Snapshot, compare, described, model_facts
@@ -57,12 +56,15 @@ from lt_zero.parallel.built_sharded import cut_sharded
 from lt_zero.parallel.experts import AXIS, SIZE, cut_experts, is_of_experts
 from lt_zero.parallel.first_gradients import FirstGradients
 from lt_zero.parallel.local import LocalParts, is_cut, localize
-from lt_zero.parallel.pipeline.layers import Pipeline, pipeline_of, pipelines_in
-from lt_zero.parallel.pipeline.runner import Runner
 from lt_zero.parallel.plan import check_shared, parallelize, placements, table
 from lt_zero.parallel.replaced import Replaced
 from lt_zero.parallel.sequence.ranks import SequenceRanks
 from lt_zero.parallel.stacked_experts import take_over
+from lt_zero.parallel.stages import pipeline_of
+
+if TYPE_CHECKING:
+    from lt_zero.core.comm.stage_ranks import StageRanks
+    from lt_zero.parallel.pipeline.layers import Pipeline
 
 PIPELINE = "pipeline_parallel"
 DATA = "data_parallel"
@@ -146,7 +148,11 @@ class ParallelMesh:
             made, how = SequenceGroup.joined(world, rows[along], groups[along]), (method.method, method.gather)
             # Without tensor ranks those that see other tokens are all ranks of a stage.
             self.sequence = SequenceRanks(made, self._cut or self.peers or world, *how, method.zigzag)
-        self._row = StageRanks(world, rows[AXES.index(PIPELINE)]) if sizes.pipeline > 1 else None
+        self._row: StageRanks | None = None
+        if sizes.pipeline > 1:
+            from lt_zero.core.comm.stage_ranks import StageRanks
+
+            self._row = StageRanks(world, rows[AXES.index(PIPELINE)])
         self._shared: dict[tuple[frozenset[int], bool], ShardGroup] = {}  # by the stages, and whether it is cut
 
     @property
@@ -184,6 +190,8 @@ class ParallelMesh:
         """
         if self.sizes.pipeline == 1:
             return
+        from lt_zero.parallel.pipeline.layers import pipelines_in
+
         facts, inside = dict[str, Any](), set[str]()
         for name, pipeline in pipelines_in(module):
             whole = f"of the pipeline {name!r}" if name else "of the pipeline"
@@ -298,6 +306,8 @@ class ParallelMesh:
         pipeline = pipeline_of(engine.root, self.sizes.pipeline)
         if pipeline is None:
             return
+        from lt_zero.parallel.pipeline.runner import Runner
+
         assert self._row is not None
         group = self.device_mesh[PIPELINE].get_group()
         counts = self.data_rank, self.sizes.data, config.micro_batches

@@ -11,8 +11,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.parallel_sizes import ParallelSizes
 from lt_zero.core.division import PlannedDivision, PlannedParts
 from lt_zero.parallel import experts, plan
-from lt_zero.parallel.pipeline import position
-from lt_zero.parallel.pipeline.layers import pipeline_of
+from lt_zero.parallel.stages import pipeline_of
 
 
 class PlannedMesh(PlannedDivision):
@@ -29,6 +28,8 @@ class PlannedMesh(PlannedDivision):
 
     @override
     def building(self, number: int) -> AbstractContextManager[None]:
+        from lt_zero.parallel.pipeline import position
+
         return position.at(position.Position(number, self._sizes.pipeline, self._config.pipeline, plans=True))
 
     @override
