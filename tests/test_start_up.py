@@ -37,7 +37,7 @@ def test_after_lightning_the_package_costs_nothing_and_its_cli_knows_the_short_n
     )
     lines = python("-c", code).stdout.splitlines()
     imported, registered = lines[:2]
-    of_compat = {f"lt_zero.common.compat{name}" for name in ("", ".of_hydra", ".of_lightning")}
+    of_compat = {f"lt_zero.common.compat{name}" for name in ("", ".of_lightning")}
     light = {"lt_zero", *(f"lt_zero.common{name}" for name in ("", ".errors", ".output", ".places"))}
     light |= {"lt_zero.training", "lt_zero.training.lightning", "lt_zero.training.lightning.names"}
     assert set(imported.split()) <= light | of_compat
