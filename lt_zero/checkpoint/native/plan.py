@@ -230,34 +230,38 @@ def divide(plans: Sequence[BoxesByName]) -> list[dict[str, TensorBoxes]]:
     Raises:
         CheckpointError: ranks disagree on a tensor, or do not have all of it, or have overlapping boxes of it.
     """
-    owners: dict[str, list[int]] = {}
+    tensors: dict[str, dict[int, TensorBoxes]] = {}  # the part of each rank that has one, by name
     for rank, plan in enumerate(plans):
-        for name in plan:
-            owners.setdefault(name, []).append(rank)
+        for name, part in plan.items():
+            tensors.setdefault(name, {})[rank] = part
     chosen: list[dict[str, TensorBoxes]] = [{} for _ in plans]
     loads = [0] * len(plans)  # bytes
-    for name, ranks in owners.items():
-        part = plans[ranks[0]][name]
-        if part.is_whole and all(plans[rank][name][:3] == part[:3] for rank in ranks[1:]):  # most tensors
+    for name, parts in tensors.items():
+        found: dict[int, list[Box]] = {}
+        for box, ranks in _owners(name, parts):
             rank = min(ranks, key=loads.__getitem__)
-            loads[rank] += part.nbytes
-            chosen[rank][name] = part
-            continue
-        for rank, part in _divide(name, {rank: plans[rank][name] for rank in ranks}, loads).items():
-            chosen[rank][name] = part
+            loads[rank] += box.numel * parts[rank].dtype.itemsize
+            found.setdefault(rank, []).append(box)
+        for rank, boxes in found.items():
+            part = parts[rank]
+            is_all = len(boxes) == len(part.boxes)
+            chosen[rank][name] = part if is_all else TensorBoxes(part.shape, part.dtype, tuple(boxes))
     # In each rank's own order: it reads one bucket after the other.
     return [{name: own[name] for name in plan if name in own} for plan, own in zip(plans, chosen, strict=True)]
 
 
-def _divide(name: str, parts: Mapping[int, TensorBoxes], loads: list[int]) -> dict[int, TensorBoxes]:
-    """Divide the boxes of one tensor among the ranks that have them; adds to ``loads``."""
-    shape, dtype = next(iter(parts.values()))[:2]
+def _owners(name: str, parts: Mapping[int, TensorBoxes]) -> list[tuple[Box, list[int]]]:
+    """The boxes that are all of a tensor, in order, with the ranks that have each. ``parts``: by rank."""
+    one = next(iter(parts.values()))
+    shape, dtype, boxes, *_ = one
+    if one.is_whole and all(part[:3] == one[:3] for part in parts.values()):  # most tensors
+        return [(boxes[0], list(parts))]
     for rank, part in parts.items():
         if part[:2] != (shape, dtype):
             raise CheckpointError(
                 f"{name} is {part.dtype} of {part.shape} on rank {rank}, and {dtype} of {shape} on another."
             )
-    owners = _owners(parts)
+    owners = _ranks_by_box(parts)
     try:
         try:
             check_cover(name, shape, list(owners))
@@ -266,7 +270,7 @@ def _divide(name: str, parts: Mapping[int, TensorBoxes], loads: list[int]) -> di
             first = _of_first_groups(parts)
             if len(first) == len(parts):
                 raise
-            owners = _owners(first)
+            owners = _ranks_by_box(first)
             check_cover(name, shape, list(owners))
     except ValueError as error:
         has = [f"rank {rank} has {_listed(part.boxes)}" for rank, part in list(parts.items())[:_SHOWN]]
@@ -275,18 +279,10 @@ def _divide(name: str, parts: Mapping[int, TensorBoxes], loads: list[int]) -> di
             f"{name} of {shape} cannot be saved: {error} ({'; '.join(has)}; others have nothing of it). Change the "
             "state dict in the same way on all ranks."
         ) from None
-    found: dict[int, list[Box]] = {}
-    for box, ranks in sorted(owners.items()):
-        rank = min(ranks, key=loads.__getitem__)
-        loads[rank] += box.numel * dtype.itemsize
-        found.setdefault(rank, []).append(box)
-    return {
-        r: parts[r] if len(own) == len(parts[r].boxes) else TensorBoxes(shape, dtype, tuple(own))
-        for r, own in found.items()
-    }
+    return sorted(owners.items())
 
 
-def _owners(parts: Mapping[int, TensorBoxes]) -> dict[Box, list[int]]:
+def _ranks_by_box(parts: Mapping[int, TensorBoxes]) -> dict[Box, list[int]]:
     """The ranks that have each box."""
     owners: dict[Box, list[int]] = {}
     for rank, part in parts.items():

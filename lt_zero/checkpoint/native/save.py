@@ -161,7 +161,9 @@ def _complete(
     has_optimizers: bool,
 ) -> None:
     """Add the content beside tensors to rank 0's bundle. ``left``: values without a plain form."""
-    keys, left = _keys_of(left)
+    keys: list[list[Any]] = []
+    if left:
+        keys, left, made.objects = _without_plain_form(left)
     made.meta |= mine.meta
     made.meta[LT_ZERO] = {
         **made.meta.get(LT_ZERO, {}),
@@ -173,16 +175,8 @@ def _complete(
         "config": to_plain(config)[0],
         **({"has_optimizers": True} if has_optimizers else {}),
     }
-    made.objects = _pickled(left)
     order, left_out = tuple(agreed.writers), tuple(mine.left_out)
     made.manifest = {"order": order, "aliases": agreed.aliases, "left_out": left_out, "run": dict(run)}
-
-
-def _keys_of(left: Mapping[Path, Any]) -> tuple[list[list[Any]], dict[Path, Any]]:
-    """The descriptions of keys that have one, and the rest."""
-    known = {path: described(path, value) if isinstance(path[-1], Key) else None for path, value in left.items()}
-    records = [record for record in known.values() if record is not None]
-    return records, {path: value for path, value in left.items() if known[path] is None}
 
 
 def _take_optimizer(
@@ -217,14 +211,22 @@ def _take_optimizer(
     return packed
 
 
-def _pickled(left: Mapping[Path, Any]) -> bytes | None:
-    """The keys and values without a plain form, as far as values can be pickled; warns of them.
+def _without_plain_form(values: Mapping[Path, Any]) -> tuple[list[list[Any]], dict[Path, Any], bytes | None]:
+    """The descriptions of keys that have one; the other keys and values; and these pickled, as far as they can be.
+
+    Warns of the others.
 
     Raises:
         CheckpointError: a key cannot be pickled; names it.
     """
+    keys, left = list[list[Any]](), dict[Path, Any]()
+    for path, value in values.items():
+        if isinstance(path[-1], Key) and (described_key := described(path, value)) is not None:
+            keys.append(described_key)
+        else:
+            left[path] = value
     if not left:
-        return None
+        return keys, left, None
     kept, failed = {}, []
     for path, value in left.items():
         try:
@@ -242,7 +244,7 @@ def _pickled(left: Mapping[Path, Any]) -> bytes | None:
     warn(text + "with weights_only=False.")
     if failed:
         warn(f"Entries that cannot be pickled are not saved: {', '.join(failed)}.")
-    return pickle.dumps(kept) if kept else None
+    return keys, left, pickle.dumps(kept) if kept else None
 
 
 def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
@@ -502,26 +504,24 @@ def _describe(
 ) -> dict[str, ManifestEntry]:
     """The tensors for the manifest. Adds to ``metadata`` what torch's FileSystemReader needs: shapes and chunks, their
     locations, nesting of names, and tied names."""
-    known = metadata.state_dict_metadata
+    tied: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        tied.setdefault(f"model.{name}", []).append(f"model.{alias}")
     tensors = dict[str, ManifestEntry]()
     metadata.storage_data = {}
     for name, parts in written.items():
         shape, dtype, *_ = parts[0][1]
+        names = [name, *tied.get(name, ())]
         chunks: list[Chunk] = []
         for file, part, places in parts:
             for box, (start, *blob) in zip(part.boxes, places, strict=True):
                 chunks.append(Chunk(box, file, start))
-                metadata.storage_data[dcp.MetadataIndex(name, box.offsets)] = storage_info(file, *blob)
+                location = storage_info(file, *blob)
+                metadata.storage_data |= {dcp.MetadataIndex(each, box.offsets): location for each in names}
         tensors[name] = ManifestEntry(shape, dtype, tuple(chunks))
         part = parts[0][1] if len(parts) == 1 else TensorBoxes(shape, dtype, tuple(chunk.box for chunk in chunks))
-        known[name] = _form_of(part)
-    for tied, name in ((f"model.{alias}", f"model.{name}") for alias, name in aliases.items()):
-        if name in tensors:
-            known[tied] = known[name]
-            for chunk in tensors[name].chunks:
-                location = metadata.storage_data[dcp.MetadataIndex(name, chunk.box.offsets)]
-                metadata.storage_data[dcp.MetadataIndex(tied, chunk.box.offsets)] = location
-    metadata.planner_data = {name: path_of(name) for name in known}
+        metadata.state_dict_metadata |= dict.fromkeys(names, _form_of(part))
+    metadata.planner_data = {name: path_of(name) for name in metadata.state_dict_metadata}
     return tensors
 
 
