@@ -39,14 +39,12 @@ class Names:
     """Names of the state dict, united over the ranks.
 
     ``writers``: all names in their order: the rank that writes the value, or None if each writes its elements.
-    ``aliases``: tied name -> the name that is saved. ``tells``: this rank has told names that rank 0 lacks; ``some``: a
-    rank has.
+    ``aliases``: tied name -> the name that is saved. ``tells``: this rank has told names that rank 0 lacks.
     """
 
     writers: dict[str, int | None]
     aliases: dict[str, str]
     tells: bool = False
-    some: bool = False
 
     def written(self, weights: Mapping[str, Any], rank: int) -> Iterator[str]:
         """The names under which a rank saves a tensor."""
@@ -73,27 +71,23 @@ def agree_on_names(weights: Mapping[str, Any], world: World, peers: Sequence[int
     kinds = {name: value.ranks if isinstance(value, Fragment) else None for name, value in weights.items()}
     ties = _ties(weights)
     first, aliases = world.host_broadcast((kinds, ties), "names of the state dict")
-    problem = _difference(kinds, first, world.rank)
+    if problems := world.problems(_difference(kinds, first, world.rank), "the state dict"):
+        raise CheckpointError(" ".join(problems))
     names = Names({name: 0 if ranks is None else None for name, ranks in first.items()}, dict(aliases))
     new = {name: ranks for name, ranks in kinds.items() if name not in first}
     decides = peers[0] == world.rank if peers else any(ranks and ranks[0] == world.rank for ranks in new.values())
-    names.tells = decides and world.rank > 0 and bool(new)
-    flags = torch.tensor([problem is not None, names.tells], dtype=torch.uint8)
-    world.host_max(flags, "names of the state dict").wait()
-    if flags[0]:
-        raise CheckpointError(" ".join(world.problems(problem, "the state dict")))
-    names.some = bool(flags[1])
-    if names.some:
-        mine = {name: ranks for name, ranks in new.items() if names.tells and (not ranks or ranks[0] == world.rank)}
-        order = list(weights) if names.tells or world.rank == 0 else []
-        tied = {alias: ties[alias] for alias in ties.keys() & mine}
-        every = world.host_gather((mine, tied, order), "names that rank 0 lacks")
-        for rank, (told, tied, _) in enumerate(every):
-            new = {name: ranks for name, ranks in told.items() if name not in names.writers}
+    names.tells = decides and bool(new)
+    mine = {name: ranks for name, ranks in new.items() if not ranks or ranks[0] == world.rank}
+    told = (mine, {alias: ties[alias] for alias in ties.keys() & mine}, list(weights)) if names.tells else None
+    orders = [list(first)]
+    for rank, its in enumerate(world.host_gather(told, "names that rank 0 lacks")):
+        if its is not None:
+            theirs, tied, order = its
+            new = {name: ranks for name, ranks in theirs.items() if name not in names.writers}
             names.writers |= {name: rank if ranks is None else None for name, ranks in new.items()}
             names.aliases |= {alias: name for alias, name in tied.items() if alias in new}
-        whole = merged(order for *_, order in every)
-        names.writers = {name: names.writers[name] for name in whole if name in names.writers}
+            orders.append(order)
+    names.writers = {name: names.writers[name] for name in merged(orders) if name in names.writers}
     return names
 
 
@@ -136,7 +130,7 @@ class Beside:
 
 
 def unite(mine: Beside, theirs: Sequence[Beside | None]) -> None:
-    """Add to rank 0's content, ``mine``, the entries of other ranks (by rank) that it lacks.
+    """Add to rank 0's content, ``mine``, the entries of other ranks (by rank; None: it tells none) that it lacks.
 
     Raises:
         CheckpointError: a group of an optimizer has another option than on rank 0.

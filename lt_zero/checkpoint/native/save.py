@@ -115,6 +115,7 @@ def bundle(
     weights: dict[str, Any] = dict(rest.pop("state_dict", {}))
     optimizers: list[Any] = list(rest.pop("optimizer_states", []))
     agreed = agree_on_names(weights, world, peers)
+    keeps = world.rank == 0 or agreed.tells
     shares: set[Any] = set()  # keys of entries with tensors that several ranks have
 
     def swap(path: Path, value: Tensor) -> Any:
@@ -127,23 +128,22 @@ def bundle(
         shares.add(path[0])
         return {REFERENCE: name}
 
-    left: dict[Path, Any] = {}
-    mine = Beside([], {}, {}, list(left_out))
+    mine = Beside([], {}, {}, [])
     with world.agree("reading the checkpoint's content", CheckpointError):  # values of hooks may fail
         made.tensors = {f"model.{name}": weights[name] for name in agreed.written(weights, world.rank)}
-        keeps = world.rank == 0 or agreed.tells
-        packed = [_take_optimizer(made, i, state, names[i], keeps, left) for i, state in enumerate(optimizers)]
-        made.meta, of_rest = to_plain(rest, swap)
+        packed = [_take_optimizer(made, i, state, names[i], keeps) for i, state in enumerate(optimizers)]
         if keeps:
-            mine.extra, of_state = to_plain(agreed.others(weights, world.rank))
-            left |= of_rest | {(LT_ZERO, "extra_state", *path): value for path, value in of_state.items()}
-            mine.optimizers, mine.meta = packed, {key: made.meta[key] for key in made.meta.keys() & shares}
-    if agreed.some:
-        theirs = world.host_gather(mine if agreed.tells else None, "what ranks save beside tensors")
+            own = {"optimizers": packed, "extra_state": agreed.others(weights, world.rank)}
+            rest[LT_ZERO] = {**rest.get(LT_ZERO, {}), **own}
+        made.meta, left = to_plain(rest, swap)
+        if keeps:
+            own = made.meta[LT_ZERO]
+            shared = {key: made.meta[key] for key in made.meta.keys() & shares}
+            mine = Beside(own["optimizers"], own["extra_state"], shared, list(left_out))
+    theirs = world.host_gather(mine if agreed.tells else None, "what ranks save beside tensors")
     with world.agree("uniting the checkpoint's content", CheckpointError):
         if world.rank == 0:
-            if agreed.some:
-                unite(mine, theirs)
+            unite(mine, theirs)
             _complete(made, mine, agreed, left, run, config, "optimizer_states" in checkpoint)
         elif agreed.tells and left:
             places = ", ".join(repr(dotted_path(path)) for path in list(left)[:5])
@@ -165,10 +165,7 @@ def _complete(
     if left:
         keys, left, made.objects = _without_plain_form(left)
     made.meta |= mine.meta
-    made.meta[LT_ZERO] = {
-        **made.meta.get(LT_ZERO, {}),
-        "optimizers": mine.optimizers,
-        "extra_state": mine.extra,
+    made.meta[LT_ZERO] |= {
         "keys": keys,
         "left_out": [[dotted_path((part,)) for part in path] for path in left],
         "frozen_left_out": mine.left_out,
@@ -180,12 +177,9 @@ def _complete(
 
 
 def _take_optimizer(
-    made: Bundle, number: int, state: Any, groups: Sequence[Sequence[str]], keeps: bool, left: dict[Path, Any]
-) -> Any:
-    """Move the fragments of an optimizer's state dict to the tensors; returns the rest, keyed by name, if ``keeps``.
-
-    Values without a plain form are added to ``left``.
-    """
+    made: Bundle, number: int, state: Any, groups: Sequence[Sequence[str]], keeps: bool
+) -> dict[str, Any]:
+    """Move the fragments of an optimizer's state dict to the tensors; returns the rest, keyed by name, if ``keeps``."""
     state = {"state": {}, "param_groups": [], **state}  # Lightning's mock optimizer has an empty state
     by_number = dict(zip(parameter_numbers(state), chain.from_iterable(groups), strict=True))
     kept: dict[str, dict[str, Any]] = {}
@@ -204,11 +198,7 @@ def _take_optimizer(
                 copied = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
                 kept.setdefault(name, {})[key] = copied
     named = [{**group, "params": [by_number[n] for n in group["params"]]} for group in state["param_groups"]]
-    if not keeps:
-        return {}
-    packed, rest = to_plain({"param_groups": named, "state": kept})
-    left |= {(LT_ZERO, "optimizers", number, *path): value for path, value in rest.items()}
-    return packed
+    return {"param_groups": named, "state": kept}
 
 
 def _without_plain_form(values: Mapping[Path, Any]) -> tuple[list[list[Any]], dict[Path, Any], bytes | None]:
@@ -535,15 +525,15 @@ def _form_of(part: TensorBoxes) -> dcp.TensorStorageMetadata:
 def _packed(optimizer: Mapping[str, Any], file: TorchFile) -> dict[str, Any]:
     """An optimizer's state with its counters side by side in the file: each of thousands would be a record in it."""
     state = {name: dict(entries) for name, entries in optimizer["state"].items()}
-    counters: dict[torch.dtype, list[tuple[str, str, Tensor]]] = {}
-    for name, entries in state.items():
+    counters: dict[torch.dtype, list[tuple[dict[str, Any], str]]] = {}
+    for entries in state.values():
         for key, value in entries.items():
             if isinstance(value, Tensor) and value.dim() == 0:
-                counters.setdefault(value.dtype, []).append((name, key, value.detach().cpu()))
+                counters.setdefault(value.dtype, []).append((entries, key))
     for found in counters.values():
-        stored = file.add(torch.stack([value for _, _, value in found]))
-        for number, (name, key, _) in enumerate(found):
-            state[name][key] = stored._replace(shape=(), first=number)
+        stored = file.add(torch.stack([entries[key] for entries, key in found]))
+        for number, (entries, key) in enumerate(found):
+            entries[key] = stored._replace(shape=(), first=number)
     return {**optimizer, "state": state}
 
 
