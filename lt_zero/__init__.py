@@ -132,7 +132,8 @@ def _is_there(module: str) -> bool:
 
 
 _FOLDER = os.path.dirname(__file__)
-_SUBMODULES = ("attention", "parallel", "utils", "zero")  # ``lt_zero.zero.Init`` as DeepSpeed's scripts write it
+# As ``lt_zero.optim.Lamb`` in the documentation, and ``lt_zero.zero.Init`` as DeepSpeed's scripts write it.
+_SUBMODULES = ("attention", "ops", "optim", "parallel", "utils", "zero")
 __all__ = [name for name, module in _MODULES.items() if _is_there(module)]
 
 
