@@ -1,6 +1,6 @@
-"""Converts an open checkpoint to Lightning's dictionary, whose tensors are read on demand, and restores from it.
+"""Converts an open checkpoint to Lightning's dictionary, whose tensors are read on demand, and fits its parts to a run.
 
-Shared by a Trainer, Fabric and a loop of one's own.
+Shared by a Trainer, Fabric and a loop of one's own, which restore by training/restore.py.
 
 Note [Options of parameter groups]
     torch's ``load_state_dict`` replaces all options of a group by the saved ones. Those of another class (DeepSpeed's
@@ -10,17 +10,12 @@ Note [Options of parameter groups]
 Note [Weights of a checkpoint]
     The state dict has the weights that are evaluated: averages, if ``EMA`` made some. The optimizers' states belong to
     the trained weights, which such a checkpoint has, too. So a run that goes on with the states goes on with these.
-
-Note [Order of a restore]
-    Weights, training/checkpoints.py's ``Progress``, optimizers: what steps leave in the compute copies is made of the
-    loaded weights.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
@@ -32,7 +27,6 @@ from torch.optim import Optimizer
 
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.pieces import (
-    load_full_optimizer_state,
     names_on_all_ranks,
     on_all_ranks,
     parameter_names,
@@ -48,17 +42,16 @@ from lt_zero.common.boxes import Box
 from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.users_code import warn
-from lt_zero.config import ZeroConfig
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.guard import owner_of
-from lt_zero.core.engine.lazy_tensor import LazyTensor, elements_of, read_now
-from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
+from lt_zero.core.engine.lazy_tensor import LazyTensor, elements_of
 from lt_zero.optim.schedules import Schedule
 
 # Options of groups for which infinity makes no sense.
 _FINITE = ("lr", "initial_lr", "betas", "eps", "momentum", "dampening", "weight_decay", "alpha", "lr_decay")
 _COMPUTED = ("foreach", "fused", "capturable", "differentiable")
 NEW = "set checkpoint.load_optimizer_states=false to start with a new optimizer."
+NEW_SCHEDULE = "set checkpoint.load_lr_scheduler_states=false"
 # What else of a checkpoint is kept by the names of parameters: averaged runs' trained weights, what ranks owe.
 _BY_NAME = {TRAINED_WEIGHTS: ("weights",), RESIDUALS: ("units", "worker", "server", "counts")}
 UNCHANGED: Mapping[str, str | None] = MappingProxyType({})  # names that no hook has changed
@@ -303,13 +296,7 @@ class OnAllRanks(NamedTuple):
 
 
 def fitting_state(
-    saved: Mapping[str, Any],
-    optimizer: Optimizer,
-    engine: Engine,
-    names: OnAllRanks,
-    number: int,
-    tell: bool,
-    remedy: str = NEW,
+    saved: Any, optimizer: Optimizer, engine: Engine, names: OnAllRanks, number: int, remedy: str = NEW
 ) -> Mapping[str, Any]:
     """Convert a saved state, by name as of ``as_lightning`` or by the numbers of the whole model, to torch's form.
 
@@ -317,12 +304,17 @@ def fitting_state(
 
     Args:
         optimizer: the running one; ``names``: of its parameters; ``number``: its number, for messages.
-        tell: warn of options that are left out.
         remedy: how to go on without the saved state, for messages.
 
     Raises:
-        CheckpointError: the saved parameters or their groups differ from the running ones.
+        CheckpointError: it is no state; the saved parameters or their groups differ from the running ones; or an option
+            of its groups or a counter of steps is not finite.
     """
+    if not isinstance(saved, Mapping) or (saved and "param_groups" not in saved):  # {}: Lightning's mock
+        raise CheckpointError("What the checkpoint has for the optimizer is no state of one: check the keys.")
+    if not saved:
+        return saved
+    _check_numbers(saved, number, remedy)
     own = parameter_names(optimizer, engine)
     if not any(isinstance(name, str) for group in saved["param_groups"] for name in group["params"]):
         whole, numbers = list(chain.from_iterable(names.groups)), parameter_numbers(saved)
@@ -332,7 +324,7 @@ def fitting_state(
     if saved.get("foreign"):
         groups, dropped = settings_here(in_order(saved["param_groups"], names.groups), optimizer.param_groups)
         saved = {**saved, "param_groups": groups}
-        if dropped and tell:
+        if dropped and engine.world.rank == 0:
             warn(
                 f"Options of the checkpoint's optimizer {number} that the running optimizer does not have are left "
                 f"out: {', '.join(dropped)}.",
@@ -359,8 +351,10 @@ def _named(saved: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]
     return {**saved, "state": {names[n]: state for n, state in saved["state"].items()}, "param_groups": groups}
 
 
-def check_schedule(saved: Any, running: Any, path: str) -> None:
+def check_schedule(saved: Any, running: Any, path: str, remedy: str = NEW_SCHEDULE) -> None:
     """Check that a schedule can take a saved state: torch's accept any, and go on from where they are.
+
+    ``path``: of the checkpoint; ``remedy``: how to go on without the saved state, for messages.
 
     Raises:
         CheckpointError: the state is of DeepSpeed's own schedules, and the running one is not; or it has a rate that is
@@ -369,15 +363,14 @@ def check_schedule(saved: Any, running: Any, path: str) -> None:
     for key in ("base_lrs", "_last_lr") if isinstance(saved, Mapping) else ():
         rates = saved.get(key)
         for rate in rates if isinstance(rates, (tuple, list)) else ():
-            remedy = "set checkpoint.load_lr_scheduler_states=false to begin a new schedule, or use another checkpoint."
-            _refuse_broken(rate, True, f"{key}={rates!r} in a schedule of {path}", remedy)
+            remedies = f"{remedy} to begin a new schedule, or use another checkpoint."
+            _refuse_broken(rate, True, f"{key}={rates!r} in a schedule of {path}", remedies)
     of_deepspeed = isinstance(saved, Mapping) and "last_batch_iteration" in saved and "last_epoch" not in saved
     if of_deepspeed and not isinstance(running, Schedule) and not hasattr(running, "last_batch_iteration"):
         raise CheckpointError(
             f"{path} has a schedule of DeepSpeed at iteration {saved['last_batch_iteration']}, which "
             f"{type(running).__name__} cannot take. Use DeepSpeed's schedule (the block `scheduler` of its "
-            "configuration, or lt_zero's class of that name), or set checkpoint.load_lr_scheduler_states=false to "
-            "begin a new one."
+            f"configuration, or lt_zero's class of that name), or {remedy} to begin a new one."
         )
 
 
@@ -542,38 +535,6 @@ def engine_of(module: nn.Module) -> Engine | None:
     return next((owner for owner in map(owner_of, module.parameters()) if isinstance(owner, Engine)), None)
 
 
-def restore_weights(
-    module: nn.Module,
-    engine: Engine | None,
-    config: ZeroConfig,
-    state: Mapping[str, Any],
-    strict: bool,
-    left_out: Sequence[str] = (),
-    reach: Callable[[int], object] | None = None,
-) -> None:
-    """Load a module's weights, as ``load_from_fp32_weights`` says. Not collective.
-
-    Args:
-        module: sharded or not.
-        engine: of the module; None if it is not sharded.
-        config: of the run.
-        state: full tensors, which may be read on demand.
-        strict, left_out: as for ``load_module``.
-        reach: is called with the number of each tensor that is read.
-
-    Raises:
-        RuntimeError: names or shapes do not match, as in torch.
-    """
-    if engine is not None:
-        engine.note_loaded(after_step=False)
-        if not config.zero_optimization.load_from_fp32_weights:
-            state = rounded_weights(engine, state)
-    with engine.replaced.restoring() if engine is not None else nullcontext():
-        load_module(module, state if reach is None else counted(state, reach), strict, left_out)
-    # Read now what the module took over: it may have the lazy tensors themselves (assign=True).
-    read_now(module)
-
-
 def _check_numbers(saved: Mapping[str, Any], number: int, remedy: str) -> None:
     """Raise CheckpointError if a saved optimizer has an option or a counter with which every weight would become NaN.
 
@@ -595,30 +556,3 @@ def _refuse_broken(value: Any, finite: bool, what: str, remedy: str) -> None:
         value = value.item()
     if isinstance(value, float) and (math.isnan(value) or (finite and math.isinf(value))):
         raise CheckpointError(f"The checkpoint has {what}, with which weights would become NaN: {remedy}")
-
-
-def restore_optimizer(
-    optimizer: Optimizer,
-    engine: Engine,
-    saved: Mapping[str, Any],
-    names: OnAllRanks,
-    number: int,
-    remedy: str = NEW,
-    tick: Callable[[], object] = lambda: None,
-) -> None:
-    """Load an optimizer's state, whether or not it is sharded; arguments as for ``fitting_state``. Not collective.
-
-    ``tick`` is called after the state of each parameter is read.
-
-    Raises:
-        CheckpointError, ValueError: the optimizer's parameters differ from the saved ones, or an option of its groups
-            or a counter of steps is not finite.
-    """
-    tell = engine.world.rank == 0
-    _check_numbers(saved, number, remedy)
-    state = fitting_state(saved, optimizer, engine, names, number, tell, remedy) if saved else saved
-    sharded = ShardedOptimizer.of(optimizer)
-    if sharded is None:
-        optimizer.load_state_dict(dict(state))
-    else:
-        load_full_optimizer_state(sharded, state, tick)

@@ -14,16 +14,15 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from lt_zero.checkpoint.native.load import as_lightning, engine_of, entries_of, loss_scale, restore_weights
+from lt_zero.checkpoint.native.load import as_lightning, engine_of, entries_of, loss_scale
 from lt_zero.checkpoint.native.load import stepped as has_stepped
 from lt_zero.checkpoint.native.pieces import full_optimizer_state, optimizer_fragments, parameter_names
 from lt_zero.checkpoint.native.rank_state import (
     FEATURES,
     OF_RANKS,
     RANK_BUFFERS,
-    RESIDUALS,
-    load_rank_buffers,
     own_values,
     values_of_ranks,
 )
@@ -37,16 +36,9 @@ from lt_zero.core.comm.world import World
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
-from lt_zero.training.checkpoints import (
-    Progress,
-    beside,
-    frozen_names,
-    left_out_here,
-    restore_optimizers,
-    weights_to_save,
-    whole_weights,
-)
+from lt_zero.training.checkpoints import beside, frozen_names, weights_to_save, whole_weights
 from lt_zero.training.lightning.checkpoint_plugin import local_file, write_file
+from lt_zero.training.restore import Contents, Part, Progress, restore
 from lt_zero.training.session import Session
 
 log = logging.getLogger("lt_zero")
@@ -80,7 +72,7 @@ class Opened:
     ``modules``, ``optimizers``: keys; ``left_out``: names of frozen weights that were not saved, by module;
     ``trained``: weights that training goes on with, by module, where they are not those in ``saved``; ``stepped``: keys
     of optimizers whose weights are those of a step, None: of those with states; ``of_ranks``: values of each rank, of
-    items that differ between ranks; ``features``: states of features.
+    items that differ between ranks; ``progress``: of training, without ``stepped``.
     """
 
     saved: dict[str, Any]
@@ -89,16 +81,11 @@ class Opened:
     left_out: Mapping[str | None, Sequence[str]] = field(default_factory=dict)
     trained: Mapping[str | None, Mapping[str, Any]] = field(default_factory=dict)
     stepped: Collection[str] | None = None
-    loss_scale: dict[str, Any] = field(default_factory=dict)
-    residuals: Any = None
+    loss_scale: Mapping[str, Any] = field(default_factory=dict)
     rank_buffers: Any = None
-    features: Any = None
+    progress: Progress = field(default_factory=partial(Progress, stepped=False))
     of_ranks: Mapping[str, list[Any]] = field(default_factory=dict)
     prefixes: Mapping[str, str] = field(default_factory=dict)  # of names of parameters, by module
-
-    def progress(self, stepped: bool) -> Progress:
-        """Progress of an optimizer's engine, without buffers, which are restored with its module."""
-        return Progress(stepped, self.residuals, loss_scale=self.loss_scale, features=self.features)
 
     def only(self, value: nn.Module | Optimizer, path: str) -> str:
         """The key of the only module, or optimizer.
@@ -144,9 +131,8 @@ def open_directory(source: CheckpointSource, weights_only: bool | None) -> Opene
         trained,
         stepped=here.get("stepped"),  # earlier versions did not save it
         loss_scale=loss_scale(found),
-        residuals=found.get(RESIDUALS),
         rank_buffers=found.get(RANK_BUFFERS),
-        features=found.get(FEATURES),
+        progress=Progress.of(found),
         of_ranks=here.get(OF_RANKS, {}),
         prefixes=here["modules"],
     )
@@ -160,8 +146,7 @@ def opened_file(saved: dict[str, Any]) -> Opened:
         left_out=own.get("frozen_left_out", {}),  # earlier versions did not leave them out
         stepped=own.get("stepped"),
         loss_scale=own.get("loss_scale", {}),
-        residuals=own.get(RESIDUALS),
-        features=own.get(FEATURES),
+        progress=Progress.of(own),
         of_ranks=own.get(OF_RANKS, {}),
         prefixes=own.get("modules", {}),
     )
@@ -299,45 +284,62 @@ class FabricItems:
 
     def restore(self, opened: Opened, objects: Mapping[Any, Any], saved: Mapping[Any, Any], strict: bool) -> None:
         """Load parts of a checkpoint into objects. Collective."""
-        optimizers = {k: ShardedOptimizer.of(value) for k, value in objects.items() if isinstance(value, Optimizer)}
-        stepped_next = [sharded.engine for sharded in optimizers.values() if sharded is not None]
-        keys = {value.engine: key for key, value in objects.items() if isinstance(value, ShardedModule)}
-        # checkpoint/native/load.py, Note [Order of a restore]
-        for key, value in objects.items():
-            if isinstance(value, nn.Module):
-                goes_on = isinstance(value, ShardedModule) and value.engine in stepped_next
-                weights = opened.trained.get(key, {}) if goes_on else {}
-                left_out = left_out_here(engine_of(value), list(opened.left_out.get(key, ())))
-                with self.world.agree(f"loading {type(value).__name__}", CheckpointError):
-                    state = {**saved[key], **weights}
-                    restore_weights(whole(value), engine_of(value), self.config, state, strict, left_out)
-                self._restore_buffers(value, opened, key)
-        for key, value in objects.items():
-            if (sharded := optimizers.get(key)) is not None:
-                states = saved[key].get("state") if isinstance(saved[key], Mapping) else None
-                stepped = bool(states) if opened.stepped is None else key in opened.stepped
-                self._restore_optimizer(opened, sharded, saved[key], stepped, keys.get(sharded.engine))
-            elif not isinstance(value, nn.Module):
-                value.load_state_dict(saved[key])
+        found = {key: ShardedOptimizer.of(value) for key, value in objects.items() if isinstance(value, Optimizer)}
+        optimizers = {key: sharded for key, sharded in found.items() if sharded is not None}
+        parts: dict[Any, Part] = {
+            key: replace(
+                self.part(value, saved[key], strict),
+                left_out=list(opened.left_out.get(key, ())),
+                prefix=opened.prefixes.get(key, ""),
+                rank_buffers=opened.rank_buffers if key is not None else None,
+            )
+            for key, value in objects.items()
+            if isinstance(value, nn.Module)
+        }
+        rest = [(value, saved[key]) for key, value in objects.items() if key not in parts and key not in optimizers]
+        loaded = {part.engine: key for key, part in parts.items()}
+        engines = dict.fromkeys(sharded.engine for sharded in optimizers.values())
+        for engine in engines:
+            own = {key: sharded for key, sharded in optimizers.items() if sharded.engine is engine}
+            key = loaded.get(engine, engine)
+            parts[key] = self._going_on(parts.get(key, Part(engine.root, engine)), key, opened, own, saved)
+        contents = Contents(
+            list(parts.values()),
+            loss_scale=opened.loss_scale if engines else None,
+            scaled=list(engines),
+            schedules=[pair for pair in rest if isinstance(pair[0], LRScheduler)],
+            beside=[(value.load_state_dict, state) for value, state in rest if not isinstance(value, LRScheduler)],
+            new_optimizer="leave the optimizer out of what fabric.load gets, to start with a new one.",
+            new_schedule="leave the schedule out of what fabric.load gets",
+        )
+        restore(contents, self.world, self.loss_scale)
 
-    def _restore_optimizer(
-        self, opened: Opened, sharded: ShardedOptimizer, saved: Any, stepped: bool, module: Any
-    ) -> None:
-        """Restore progress and states of an optimizer; ``module``: the key of its module, None: that is not loaded."""
-        progress = opened.progress(stepped)
-        if module not in opened.prefixes and len(opened.prefixes) > 1:
+    def part(self, module: nn.Module, weights: Mapping[str, Any], strict: bool) -> Part:
+        """A module that gets weights."""
+        engine = module.engine if isinstance(module, ShardedModule) else engine_of(module)
+        rounded = not self.config.zero_optimization.load_from_fp32_weights
+        return Part(whole(module), engine, weights, strict, rounded=rounded)
+
+    def _going_on(
+        self, part: Part, key: Any, opened: Opened, own: Mapping[Any, ShardedOptimizer], saved: Mapping[Any, Any]
+    ) -> Part:
+        """A part with what its optimizers need to go on.
+
+        Args:
+            key: of its module, if that is loaded.
+            own: its optimizers.
+        """
+        states = {k: {"state": {}, **saved[k]} if isinstance(saved[k], Mapping) else saved[k] for k in own}  # filtered
+        known = opened.stepped
+        if known is None:
+            known = [k for k in own if isinstance(saved[k], Mapping) and saved[k].get("state")]
+        progress = replace(opened.progress, stepped=any(k in known for k in own))
+        if key not in opened.prefixes and len(opened.prefixes) > 1:
             # It is unknown which of the states of features are those of this engine.
             progress = replace(progress, features=None)
-        progress.restore(sharded.engine, self.loss_scale, opened.prefixes.get(module, ""))
-        remedy = "leave the optimizer out of what fabric.load gets, to start with a new one."
-        whole = {"state": {}, **saved} if isinstance(saved, Mapping) else saved  # a filter may have left it out
-        number = self.session.number(sharded)
-        restore_optimizers(sharded.engine, {number: (sharded.optimizer, whole)}, remedy)
-
-    def _restore_buffers(self, value: Any, opened: Opened, key: str | None) -> None:
-        """Load this rank's buffers of a module, where ranks had different ones."""
-        if isinstance(value, ShardedModule) and key is not None and opened.rank_buffers is not None:
-            load_rank_buffers(value.engine, opened.rank_buffers, opened.prefixes.get(key, ""))
+        weights = {**part.weights, **opened.trained.get(key, {})} if part.weights is not None else None
+        running = {self.session.number(sharded): (sharded.optimizer, states[k]) for k, sharded in own.items()}
+        return replace(part, weights=weights, progress=progress, optimizers=running)
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
