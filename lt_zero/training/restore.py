@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,32 +53,6 @@ from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Content of a checkpoint beside weights and optimizers' states.
-
-    Attributes:
-        stepped: whether the weights are those of a step.
-        residuals: gradients that ranks owe to the weights.
-        averages: the arguments of ``AveragedWeights.load``.
-        features: states of features.
-    """
-
-    stepped: bool
-    residuals: Mapping[str, Any] | None = None
-    averages: tuple[Mapping[str, Any], Collection[str], int] | None = None
-    features: Mapping[str, Any] | None = None
-
-    @classmethod
-    def of(cls, checkpoint: Mapping[str, Any]) -> Progress:
-        """Read it from a checkpoint dictionary, whichever face saved it."""
-        averages = None
-        if TRAINED_WEIGHTS in checkpoint:
-            trained = checkpoint[TRAINED_WEIGHTS]
-            averages = checkpoint["state_dict"], trained["weights"].keys(), trained["updates"]
-        return cls(stepped(checkpoint), checkpoint.get(RESIDUALS), averages, checkpoint.get(FEATURES))
-
-
-@dataclass(frozen=True)
 class Part:
     """Content of a checkpoint for one module and the optimizers that step it.
 
@@ -91,7 +65,10 @@ class Part:
         rounded: weights are rounded to the dtype that the module computes in.
         prefix: of the module's parameters in what follows.
         rank_buffers: buffers of each rank, where they differ.
-        progress: what training has left.
+        stepped: whether the weights are those of a step; None: training does not go on with what follows.
+        residuals: gradients that ranks owe to the weights; None: they owe none.
+        averages: the arguments of ``AveragedWeights.load``.
+        features: states of features.
         optimizers: with their saved states, by their numbers in the run.
     """
 
@@ -103,13 +80,24 @@ class Part:
     rounded: bool = False
     prefix: str = ""
     rank_buffers: Mapping[str, Any] | None = None
-    progress: Progress | None = None
+    stepped: bool | None = None
+    residuals: Mapping[str, Any] | None = None
+    averages: tuple[Mapping[str, Any], Collection[str], int] | None = None
+    features: Mapping[str, Any] | None = None
     optimizers: Mapping[int, tuple[Optimizer, Any]] = field(default_factory=dict)
 
     def going_on(self, checkpoint: Mapping[str, Any], optimizers: Mapping[int, tuple[Optimizer, Any]]) -> Part:
         """The part with all that training needs to go on from the checkpoint dictionary of a whole model."""
-        buffers = checkpoint.get(RANK_BUFFERS)
-        return replace(self, rank_buffers=buffers, progress=Progress.of(checkpoint), optimizers=optimizers)
+        trained = checkpoint.get(TRAINED_WEIGHTS)
+        return replace(
+            self,
+            rank_buffers=checkpoint.get(RANK_BUFFERS),
+            stepped=stepped(checkpoint),
+            residuals=checkpoint.get(RESIDUALS),
+            averages=(checkpoint["state_dict"], trained["weights"].keys(), trained["updates"]) if trained else None,
+            features=checkpoint.get(FEATURES),
+            optimizers=optimizers,
+        )
 
 
 @dataclass(frozen=True)
@@ -134,13 +122,6 @@ class Contents:
     path: str = "The checkpoint"
     new_optimizer: str = NEW
     new_schedule: str = NEW_SCHEDULE
-
-
-class _Fitting(NamedTuple):
-    """The state of an optimizer, in the form in which torch loads it."""
-
-    optimizer: Optimizer
-    state: Mapping[str, Any]
 
 
 def restore(contents: Contents, world: World | None, controller: LossScaleController) -> None:
@@ -230,46 +211,44 @@ def load_weights(
 
 def _restore_progress(part: Part) -> None:
     """Restore what training has left beside the loaded weights of an engine."""
-    engine, progress = part.engine, part.progress
-    if engine is None or progress is None:
+    engine = part.engine
+    if engine is None or part.stepped is None:
         return
     # The same on all ranks: they have the same checkpoint, and the same configuration.
-    if progress.residuals is not None or engine.exchange.remembers:
+    if part.residuals is not None or engine.exchange.remembers:
         with engine.world.agree("restoring what ranks owe to the weights", CheckpointError):
-            load_residuals(engine, progress.residuals)
-    engine.note_loaded(after_step=progress.stepped)
-    average = average_of(engine)
-    if average is not None and progress.averages is not None:
+            load_residuals(engine, part.residuals)
+    engine.note_loaded(after_step=part.stepped)
+    if part.averages is not None and (average := average_of(engine)) is not None:
         with engine.world.agree("restoring averages", CheckpointError):
-            average.load(*progress.averages)
-    if progress.features is not None:
+            average.load(*part.averages)
+    if part.features is not None:
         with engine.world.agree("restoring states of features", CheckpointError):
-            load_feature_states(engine, progress.features, part.prefix)
+            load_feature_states(engine, part.features, part.prefix)
 
 
-def _fitting_states(contents: Contents, world: World) -> list[_Fitting]:
-    """The states of all optimizers, which fit these."""
+def _fitting_states(contents: Contents, world: World) -> list[tuple[Optimizer, Mapping[str, Any]]]:
+    """The optimizers with their states, which fit them, in torch's form."""
     running = [
-        (part.engine, number, optimizer, saved)
+        (part.engine, OnAllRanks.of(optimizer, part.engine), number, optimizer, saved)
         for part in contents.parts
         if part.engine is not None
         for number, (optimizer, saved) in part.optimizers.items()
     ]
     if not running:
         return []
-    names = [OnAllRanks.of(optimizer, engine) for engine, _, optimizer, _ in running]
     with world.agree("checking optimizer states", CheckpointError):
         return [
-            _Fitting(optimizer, fitting_state(saved, optimizer, engine, known, number, contents.new_optimizer))
-            for (engine, number, optimizer, saved), known in zip(running, names, strict=True)
+            (optimizer, fitting_state(saved, optimizer, engine, names, number, contents.new_optimizer))
+            for engine, names, number, optimizer, saved in running
         ]
 
 
-def _load_states(fitting: Sequence[_Fitting], world: World) -> None:
+def _load_states(fitting: Sequence[tuple[Optimizer, Mapping[str, Any]]], world: World) -> None:
     """Load the states of optimizers, each rank its pieces."""
     if not fitting:
         return
-    total = sum(len(group["params"]) for found in fitting for group in found.state.get("param_groups", []))
+    total = sum(len(group["params"]) for _, state in fitting for group in state.get("param_groups", []))
     with (
         world.agree("loading optimizer states", CheckpointError),
         progress_bar("Loading optimizer states", total, rank=world.rank) as work,

@@ -81,23 +81,6 @@ def lightning_meta(source: CheckpointSource) -> dict[str, Any]:
     return meta
 
 
-def beginning_of_epoch(meta: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """``global_step``, ``epoch`` and ``loops`` for a state that Lightning did not save: at the beginning of the epoch
-    that ``meta`` names (else the first one), after ``steps`` optimizer steps."""
-    epoch = meta.get("epoch")
-    epoch = epoch if isinstance(epoch, int) and epoch >= 0 else 0
-    done = {"total": {"ready": steps, "completed": steps}, "current": {"ready": 0, "completed": 0}}
-    zeroed = {name: {**count, "started": count["ready"]} for name, count in done.items()}
-    counts = dict.fromkeys(("ready", "started", "processed", "completed"), epoch)
-    fit = {
-        "epoch_progress": {"total": counts, "current": dict(counts)},
-        "epoch_loop.state_dict": {"_batches_that_stepped": steps},
-        "epoch_loop.automatic_optimization.optim_progress": {"optimizer": {"step": done, "zero_grad": zeroed}},
-        "epoch_loop.manual_optimization.optim_step_progress": done,
-    }
-    return {"epoch": epoch, "global_step": steps, "loops": {"fit_loop": fit}}
-
-
 def require_training_state(checkpoint: Mapping[str, Any], optimizers: bool) -> None:
     """Check that ``trainer.fit`` can resume from a checkpoint directory. ``optimizers``: their states are loaded.
 
@@ -191,10 +174,8 @@ def with_names_by(rename: Callable[[str], str], checkpoint: Mapping[str, Any]) -
 
     made = {**checkpoint, "state_dict": named(checkpoint["state_dict"]), LT_ZERO: dict(checkpoint[LT_ZERO])}
     made[LT_ZERO]["frozen_left_out"] = [rename(name) for name in made[LT_ZERO]["frozen_left_out"]]
-    for number, saved in enumerate(checkpoint.get("optimizer_states", ())):
-        groups = [{**group, "params": [rename(name) for name in group["params"]]} for group in saved["param_groups"]]
-        made["optimizer_states"] = [*made["optimizer_states"]]
-        made["optimizer_states"][number] = {**saved, "state": named(saved["state"]), "param_groups": groups}
+    if "optimizer_states" in checkpoint:
+        made["optimizer_states"] = [with_names(saved, rename) for saved in checkpoint["optimizer_states"]]
     for key, kinds in _BY_NAME.items():
         if isinstance(made.get(key), Mapping):
             made[key] = {**made[key], **{kind: named(made[key][kind]) for kind in kinds if kind in made[key]}}
@@ -320,7 +301,7 @@ def fitting_state(
         whole, numbers = list(chain.from_iterable(names.groups)), parameter_numbers(saved)
         if len(numbers) != len(whole) or len(numbers) == sum(map(len, own)):
             return saved
-        saved = _named(saved, dict(zip(numbers, whole, strict=True)))
+        saved = with_names(saved, dict(zip(numbers, whole, strict=True)).__getitem__)
     if saved.get("foreign"):
         groups, dropped = settings_here(in_order(saved["param_groups"], names.groups), optimizer.param_groups)
         saved = {**saved, "param_groups": groups}
@@ -345,10 +326,10 @@ def in_order(groups: Sequence[Mapping[str, Any]], running: Sequence[Sequence[str
     return [groups[saved.index(names)] for names in order]
 
 
-def _named(saved: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
-    """A state dict with names in the place of numbers."""
-    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]]
-    return {**saved, "state": {names[n]: state for n, state in saved["state"].items()}, "param_groups": groups}
+def with_names(saved: Mapping[str, Any], rename: Callable[[Any], Any]) -> dict[str, Any]:
+    """An optimizer's saved state with other names, or numbers, of its parameters."""
+    groups = [{**group, "params": [rename(name) for name in group["params"]]} for group in saved["param_groups"]]
+    return {**saved, "state": {rename(name): state for name, state in saved["state"].items()}, "param_groups": groups}
 
 
 def check_schedule(saved: Any, running: Any, path: str, remedy: str = NEW_SCHEDULE) -> None:
@@ -483,18 +464,6 @@ def _names_by_value(state: Mapping[str, Any]) -> dict[int, list[str]]:
         if isinstance(value, Tensor):
             names.setdefault(id(value), []).append(clean_name(name))
     return names
-
-
-def with_names(saved: Any, names: Mapping[str, str | None]) -> Any:
-    """An optimizer's saved state with the names that a hook has given to its parameters."""
-
-    def name_of(name: Any) -> Any:
-        return names.get(name) or name if isinstance(name, str) else name
-
-    if not names or not isinstance(saved, Mapping) or "param_groups" not in saved:
-        return saved
-    groups = [{**group, "params": [name_of(name) for name in group["params"]]} for group in saved["param_groups"]]
-    return {**saved, "param_groups": groups, "state": {name_of(n): state for n, state in saved["state"].items()}}
 
 
 def trained_weights(

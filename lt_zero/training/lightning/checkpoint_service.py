@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -110,7 +111,7 @@ class CheckpointService:
         self._data = data
         self._frozen: list[str] = []  # names left out of the last state dict
         self._synchronous = False  # see ``foreground``
-        self._deferred: tuple[Mapping[str, Any], bool, list[str]] | None = None  # See Note [Life of a restore]
+        self._deferred: Part | None = None  # see Note [Life of a restore]
         self._early: dict[str, tuple[Any, Tensor]] = {}  # loaded value and module's: Note [Callbacks that restore]
         self._opened: dict[str, Any] = {}  # the state dict of a directory, until hooks have had it
         self._renamed: dict[str, str | None] = {}  # names that a hook has changed in it
@@ -338,11 +339,11 @@ class CheckpointService:
         left_out = list(checkpoint.get(LT_ZERO, {}).get("frozen_left_out", []))
         sharded = any(owner_of(parameter) is not None for parameter in module.parameters())
         lazy = any(isinstance(value, LazyTensor) for value in state.values())
-        rounds = not run.config.zero_optimization.load_from_fp32_weights
+        rounded = not run.config.zero_optimization.load_from_fp32_weights
         # Those that are parallelized already take whole tensors only once they are sharded.
         later = any(p.is_meta or is_distributed(p) for p in module.parameters())
-        self._deferred = (state, strict, left_out)
-        if sharded or not (lazy or rounds or later):
+        self._deferred = Part(module, None, state, strict, left_out, rounded)
+        if sharded or not (lazy or rounded or later):
             self.load_deferred(run)
             return
         callbacks = run.trainer.callbacks if run.trainer is not None else []  # type: ignore[attr-defined]
@@ -358,13 +359,11 @@ class CheckpointService:
         """Load deferred weights into the sharded module, if there are any. Collective."""
         if self._deferred is None:
             return
-        assert run.module is not None
-        (given, strict, left_out), early = self._deferred, self._early
+        part, early = self._deferred, self._early
         self._deferred, self._early = None, {}
-        state = dict(given)
-        state |= {name: held for name, (loaded, held) in early.items() if state.get(name) is loaded}
-        rounded = not run.config.zero_optimization.load_from_fp32_weights
-        part = Part(run.module, engine_of(run.module), state, strict, left_out, rounded)
+        weights = dict(part.weights or {})
+        weights |= {name: held for name, (loaded, held) in early.items() if weights.get(name) is loaded}
+        part = replace(part, engine=engine_of(part.module), weights=weights)
         restore(Contents((part,)), run.world, run.loss_scale)
 
     def load_optimizers(self, run: RunSnapshot, checkpoint: dict[str, Any]) -> None:
@@ -372,7 +371,9 @@ class CheckpointService:
 
         The loss scale is not among it: Lightning gives it to the precision plugin.
         """
-        states = [with_names(state, self._renamed) for state in checkpoint["optimizer_states"]]
+        states = checkpoint["optimizer_states"]
+        if self._renamed:
+            states = [with_names(state, lambda name: self._renamed.get(name) or name) for state in states]
         engine, how = run.engine, run.config.checkpoint
         part = Part(engine.root, engine)
         if states or (how.load_optimizer_states and not how.load_module_only):

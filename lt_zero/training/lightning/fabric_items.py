@@ -16,13 +16,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lt_zero.checkpoint.native.load import as_lightning, engine_of, entries_of, loss_scale
+from lt_zero.checkpoint.native.load import as_lightning, engine_of, entries_of, loss_scale, with_names
 from lt_zero.checkpoint.native.load import stepped as has_stepped
 from lt_zero.checkpoint.native.pieces import full_optimizer_state, optimizer_fragments, parameter_names
 from lt_zero.checkpoint.native.rank_state import (
     FEATURES,
     OF_RANKS,
     RANK_BUFFERS,
+    RESIDUALS,
     own_values,
     values_of_ranks,
 )
@@ -38,7 +39,7 @@ from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.training.checkpoints import beside, frozen_names, weights_to_save, whole_weights
 from lt_zero.training.lightning.checkpoint_plugin import local_file, write_file
-from lt_zero.training.restore import Contents, Part, Progress, restore
+from lt_zero.training.restore import Contents, Part, restore
 from lt_zero.training.session import Session
 
 log = logging.getLogger("lt_zero")
@@ -69,23 +70,24 @@ class ShardedModule(nn.Module):
 class Opened:
     """Content of a checkpoint by the keys of ``fabric.save``; tensors of a directory are read on demand.
 
-    ``modules``, ``optimizers``: keys; ``left_out``: names of frozen weights that were not saved, by module;
-    ``trained``: weights that training goes on with, by module, where they are not those in ``saved``; ``stepped``: keys
-    of optimizers whose weights are those of a step, None: of those with states; ``of_ranks``: values of each rank, of
-    items that differ between ranks; ``progress``: of training, without ``stepped``.
+    ``prefixes``: of names of parameters, by module; ``optimizers``: keys; ``left_out``: names of frozen weights that
+    were not saved, by module; ``trained``: weights that training goes on with, by module, where they are not those in
+    ``saved``; ``stepped``: keys of optimizers whose weights are those of a step, None: of those with states;
+    ``residuals``, ``rank_buffers``, ``features``: as of ``Part``; ``of_ranks``: values of each rank, of items that
+    differ between ranks.
     """
 
     saved: dict[str, Any]
-    modules: Sequence[str] = ()
+    prefixes: Mapping[str, str] = field(default_factory=dict)
     optimizers: Sequence[str] = ()
     left_out: Mapping[str | None, Sequence[str]] = field(default_factory=dict)
     trained: Mapping[str | None, Mapping[str, Any]] = field(default_factory=dict)
     stepped: Collection[str] | None = None
     loss_scale: Mapping[str, Any] = field(default_factory=dict)
+    residuals: Any = None
     rank_buffers: Any = None
-    progress: Progress = field(default_factory=partial(Progress, stepped=False))
+    features: Any = None
     of_ranks: Mapping[str, list[Any]] = field(default_factory=dict)
-    prefixes: Mapping[str, str] = field(default_factory=dict)  # of names of parameters, by module
 
     def only(self, value: nn.Module | Optimizer, path: str) -> str:
         """The key of the only module, or optimizer.
@@ -93,7 +95,8 @@ class Opened:
         Raises:
             CheckpointError: there are several, or none.
         """
-        kind, keys = ("module", self.modules) if isinstance(value, nn.Module) else ("optimizer", self.optimizers)
+        is_module = isinstance(value, nn.Module)
+        kind, keys = ("module", list(self.prefixes)) if is_module else ("optimizer", self.optimizers)
         if len(keys) != 1:
             raise CheckpointError(
                 f"{path} has {len(keys)} {kind}s ({', '.join(keys) or 'none'}), and fabric.load_raw takes one. "
@@ -118,23 +121,22 @@ def open_directory(source: CheckpointSource, weights_only: bool | None) -> Opene
         saved[key] = {name.removeprefix(prefix): value for name, value in whole if name.startswith(prefix)}
         left_out[key] = [name.removeprefix(prefix) for name in frozen if name.startswith(prefix)]
     for (key, prefix), state in zip(here["optimizers"].items(), states, strict=True):
-        saved[key] = _without_prefix(state, prefix)
-    modules, optimizers = list(here["modules"]), list(here["optimizers"])
+        saved[key] = with_names(state, partial(_without_prefix, prefix))
     trained: dict[str | None, Mapping[str, Any]] = {}
     if TRAINED_WEIGHTS in found and foreign:
         trained["model"] = found[TRAINED_WEIGHTS]["weights"]
     return Opened(
         saved,
-        modules,
-        optimizers,
+        here["modules"],
+        list(here["optimizers"]),
         left_out,
         trained,
         stepped=here.get("stepped"),  # earlier versions did not save it
         loss_scale=loss_scale(found),
+        residuals=found.get(RESIDUALS),
         rank_buffers=found.get(RANK_BUFFERS),
-        progress=Progress.of(found),
+        features=found.get(FEATURES),
         of_ranks=here.get(OF_RANKS, {}),
-        prefixes=here["modules"],
     )
 
 
@@ -143,12 +145,13 @@ def opened_file(saved: dict[str, Any]) -> Opened:
     own = saved.pop(BESIDE, {})
     return Opened(
         saved,
+        own.get("modules", {}),
         left_out=own.get("frozen_left_out", {}),  # earlier versions did not leave them out
         stepped=own.get("stepped"),
         loss_scale=own.get("loss_scale", {}),
-        progress=Progress.of(own),
+        residuals=own.get(RESIDUALS),
+        features=own.get(FEATURES),
         of_ranks=own.get(OF_RANKS, {}),
-        prefixes=own.get("modules", {}),
     )
 
 
@@ -333,13 +336,16 @@ class FabricItems:
         known = opened.stepped
         if known is None:
             known = [k for k in own if isinstance(saved[k], Mapping) and saved[k].get("state")]
-        progress = replace(opened.progress, stepped=any(k in known for k in own))
-        if key not in opened.prefixes and len(opened.prefixes) > 1:
-            # It is unknown which of the states of features are those of this engine.
-            progress = replace(progress, features=None)
-        weights = {**part.weights, **opened.trained.get(key, {})} if part.weights is not None else None
-        running = {self.session.number(sharded): (sharded.optimizer, states[k]) for k, sharded in own.items()}
-        return replace(part, weights=weights, progress=progress, optimizers=running)
+        # Without its module it may be unknown which of the states of features are those of an engine.
+        is_known = key in opened.prefixes or len(opened.prefixes) < 2
+        return replace(
+            part,
+            weights={**part.weights, **opened.trained.get(key, {})} if part.weights is not None else None,
+            stepped=any(k in known for k in own),
+            residuals=opened.residuals,
+            features=opened.features if is_known else None,
+            optimizers={self.session.number(sharded): (sharded.optimizer, states[k]) for k, sharded in own.items()},
+        )
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -353,7 +359,5 @@ def whole(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, ShardedModule) else module
 
 
-def _without_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """An optimizer's state, with parameters named as in their module."""
-    groups = [{**g, "params": [name.removeprefix(prefix) for name in g["params"]]} for g in state["param_groups"]]
-    return {**state, "param_groups": groups, "state": {n.removeprefix(prefix): v for n, v in state["state"].items()}}
+def _without_prefix(prefix: str, name: str) -> str:
+    return name.removeprefix(prefix)
