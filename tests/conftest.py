@@ -6,6 +6,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -17,6 +18,7 @@ import torch
 from hypothesis import settings
 from simulated_nodes import SimulatedNodes
 
+from tests.support.features import OfParallel, there
 from tests.support.nodes import NodePool, unavailable
 from tests.support.pool import Pool
 
@@ -45,6 +47,11 @@ LONG = (
     "tests/offload/test_private_folder.py",
     "tests/training/lightning/test_signals.py",
 )
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Skip files of tests that need ``lt_zero.parallel`` if it was taken out."""
+    return None if there("parallel") else OfParallel.from_parent(parent, path=module_path)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
