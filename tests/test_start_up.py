@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def test_after_lightning_the_package_costs_nothing_and_its_cli_knows_the_short_n
     code = (
         "import sys, lightning.pytorch; before = set(sys.modules)\n"
         "import lt_zero; print(*sorted(set(sys.modules) - before))\n"
-        "print(lt_zero.optim.Lamb.__name__, lt_zero.ops.__name__, lt_zero.inference.__name__)\n"
+        "print(lt_zero.optim.Lamb.__name__, lt_zero.ops.__name__, lt_zero.inference.__module__)\n"
         "from lightning.pytorch.strategies import StrategyRegistry\n"
         "print(type(StrategyRegistry.get('zero_2')) is lt_zero.ZeroStrategy)\n"
         "from lightning.pytorch.cli import LightningCLI\n"
@@ -43,7 +44,7 @@ def test_after_lightning_the_package_costs_nothing_and_its_cli_knows_the_short_n
     light = {"lt_zero", *(f"lt_zero.common{name}" for name in ("", ".errors", ".output", ".places"))}
     light |= {"lt_zero.training", "lt_zero.training.lightning", "lt_zero.training.lightning.names"}
     assert set(imported.split()) <= light | of_compat
-    assert named == "Lamb lt_zero.ops inference", "as the documentation writes them"
+    assert named == "Lamb lt_zero.ops lt_zero.training.inference", "as the documentation writes them"
     assert registered == "True"
     assert lines[-1] == "True 2"
 
@@ -103,3 +104,12 @@ def test_help_of_the_command_imports_no_heavy_package() -> None:
     imported = {name.partition(".")[0] for name in re.findall(r"\|\s+([\w.]+)$", shown.stderr, re.M)}
     assert "typer" in imported
     assert not imported & HEAVY
+
+
+@pytest.mark.parametrize("package", ["lt_zero", "lt_zero.optim"])
+def test_no_public_name_is_that_of_a_module(package: str) -> None:
+    """The import of that module would take the place of what the name stands for."""
+    module = importlib.import_module(package)
+    names: list[str] = [*module._MODULES]
+    assert names
+    assert not [name for name in names if importlib.util.find_spec(f"{package}.{name}") is not None]
