@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from lt_zero.features.tiles.linear import TiledLinear as TiledLinear
     from lt_zero.features.tiles.loss import tiled_cross_entropy as tiled_cross_entropy
     from lt_zero.features.tiles.tokens import tiled as tiled
-    from lt_zero.inference import inference as inference
     from lt_zero.planning.activations import estimate_activations as estimate_activations
     from lt_zero.planning.estimate import estimate as estimate
     from lt_zero.planning.limits import NotEnoughMemory as NotEnoughMemory
     from lt_zero.planning.sizes import Sizes as Sizes
     from lt_zero.training.build import shard as shard
+    from lt_zero.training.inference import inference as inference
     from lt_zero.training.lightning.fabric import FabricZeroStrategy as FabricZeroStrategy
     from lt_zero.training.lightning.load import load_from_checkpoint as load_from_checkpoint
     from lt_zero.training.lightning.one_package import as_pytorch_lightning as as_pytorch_lightning
@@ -97,7 +97,7 @@ _MODULES = {
     "full_master": "training.loop.access",
     "full_state": "training.loop.access",
     "gathered": "core.engine.full_params",
-    "inference": "inference",
+    "inference": "training.inference",
     "init_distributed": "core.comm.process_groups",
     "initialize": "training.loop.initialize",
     "last_checkpoint": "checkpoint.last",

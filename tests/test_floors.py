@@ -35,7 +35,7 @@ FLOORS = (
     {"planning"},
     {"zero"},
     {"training"},
-    {"training/lightning", "training/loop", "inference"},
+    {"training/lightning", "training/loop", "training/inference"},
     {
         *("__init__", "attention", "cli", "deepspeed", "features/ema", "ops", "ray", "sweep", "tools"),
         "utils",

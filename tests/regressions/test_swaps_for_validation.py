@@ -175,7 +175,7 @@ def _swaps(stage: int, precision: str) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "precision"),
-    only_rows([(2, "bf16-mixed"), (3, "bf16-mixed")], itertools.product([0, 2, 3], ["32-true", "bf16-mixed"])),
+    only_rows([(2, "bf16-mixed")], itertools.product([0, 2, 3], ["32-true", "bf16-mixed"])),
 )
 def test_swaps_leave_no_trace(pool: Pool, stage: int, precision: str) -> None:
     pool.run(2, _swaps, stage, precision)

@@ -46,7 +46,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "tools/__init__",
         "training/",
     ),
-    "public": ("__init__", "attention", "cli", "inference", "ops", "optim/__init__", "utils", "zero"),
+    "public": ("__init__", "attention", "cli", "ops", "optim/__init__", "utils", "zero"),
     "feature.activation_checkpointing": ("features/activation_checkpointing/",),
     "feature.compression": ("features/compression/",),
     # What experts, late nodes, pipelines, recomputation, sequences, sparse attention and tiles share.
