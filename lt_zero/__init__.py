@@ -132,7 +132,8 @@ def _is_there(module: str) -> bool:
 
 
 _FOLDER = os.path.dirname(__file__)
-_SUBMODULES = ("attention", "parallel", "utils", "zero")  # ``lt_zero.zero.Init`` as DeepSpeed's scripts write it
+# ``lt_zero.zero.Init`` as DeepSpeed's scripts write it, ``lt_zero.optim.Lamb`` without an import of its own.
+_SUBMODULES = ("attention", "optim", "parallel", "utils", "zero")
 __all__ = [name for name, module in _MODULES.items() if _is_there(module)]
 
 

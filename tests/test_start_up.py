@@ -33,6 +33,7 @@ def test_after_lightning_the_package_costs_nothing_and_its_cli_knows_the_short_n
         "from lightning.pytorch.demos.boring_classes import BoringModel\n"
         "args = ['--trainer.strategy.class_path=ZeroStrategy', '--trainer.strategy.init_args.stage=2']\n"
         "cli = LightningCLI(BoringModel, run=False, args=[*args, '--trainer.accelerator=cpu'])\n"
+        "lt_zero.optim.Lamb\n"
         "print(type(cli.trainer.strategy) is lt_zero.ZeroStrategy, cli.trainer.strategy.stage)"
     )
     lines = python("-c", code).stdout.splitlines()
