@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,10 +98,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def _as_found() -> Iterator[None]:
     """A Trainer that runs in this process leaves a process group and variables for its ranks: not for the next test."""
-    environment = dict(os.environ)
+    environment, modules = dict(os.environ), len(sys.modules)
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if os.environ != environment:
         os.environ.clear()
         os.environ.update(environment)
+    if len(sys.modules) > modules:
+        # As for what was imported before: most modules are imported when a test first needs them.
+        gc.collect()
+        gc.freeze()
