@@ -132,8 +132,8 @@ def _is_there(module: str) -> bool:
 
 
 _FOLDER = os.path.dirname(__file__)
-# ``lt_zero.zero.Init`` as DeepSpeed's scripts write it, ``lt_zero.optim.Lamb`` without an import of its own.
-_SUBMODULES = ("attention", "optim", "parallel", "utils", "zero")
+# As ``lt_zero.optim.Lamb`` in the documentation, and ``lt_zero.zero.Init`` as DeepSpeed's scripts write it.
+_SUBMODULES = ("attention", "ops", "optim", "parallel", "utils", "zero")
 __all__ = [name for name, module in _MODULES.items() if _is_there(module)]
 
 

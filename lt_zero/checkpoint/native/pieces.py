@@ -102,10 +102,11 @@ def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
     known: dict[str, int] = {}
     for bucket in engine.buckets:
         for index, parameter in enumerate(bucket.params):
-            if id(parameter) in numbers:
-                known[bucket.layout.spans[index].name] = numbers[id(parameter)]
-            if id(parameter) in numbers and parameter in optimizer.state:
-                number, name = numbers[id(parameter)], bucket.layout.spans[index].name
+            if (number := numbers.get(id(parameter))) is None:
+                continue
+            name = bucket.layout.spans[index].name
+            known[name] = number
+            if parameter in optimizer.state:
                 state[number] = states_of(bucket, index, optimizer.state[parameter])
                 if not bucket.is_whole and _tells_of(bucket, index):  # else every rank has it
                     entries = state[number].items()
