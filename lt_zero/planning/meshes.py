@@ -120,9 +120,11 @@ class MeshPlan:
 
 def meshes(job: TrainingJob) -> Iterator[ParallelSizes]:
     """Meshes that can run: tensor ranks on one node that divide heads, stages with a layer, whole micro-batches."""
-    divides = is_there("lt_zero.parallel")  # else all are data ranks
+    # What is not installed has one rank.
+    divides = is_there("lt_zero.parallel")
+    pipes = divides and is_there("lt_zero.parallel.pipeline")
     for tensor in _divisors(math.gcd(job.world, job.per_node) if divides else 1):
-        for stages in _divisors(job.world // tensor if divides else 1):
+        for stages in _divisors(job.world // tensor if pipes else 1):
             data = job.world // tensor // stages
             whole = job.batch % (data * job.model.micro_batch) == 0
             if job.model.heads % tensor == 0 and stages <= len(job.sizes.units()) and whole:
