@@ -66,7 +66,7 @@ class BlockThreads:
         self._worker: Worker[tuple[Future[None], Callable[[], object]]] = Worker("io", _move, count, patience=_PATIENCE)
 
     def submit(self, move: Callable[[], object]) -> Future[None]:
-        """Call ``move`` in a thread."""
+        """Call ``move`` in a thread, after all that was submitted before has begun."""
         moved = Future[None]()
         self._worker.put((moved, move))
         return moved
@@ -78,12 +78,17 @@ class BlockThreads:
 
 def _move(job: tuple[Future[None], Callable[[], object]]) -> None:
     moved, move = job
+    if not moved.set_running_or_notify_cancel():
+        return
     try:
         move()
     except BaseException as error:  # whoever waits has to get every error
         moved.set_exception(error)
     else:
         moved.set_result(None)
+    finally:
+        # The error's traceback has this frame, which must not keep the error and what was moved alive.
+        del job, moved, move
 
 
 class WriterPool:
@@ -392,9 +397,12 @@ class BlockReader:
 
         if len(numbers) >= 3 and self._fs is None:
             reads = [self._threads.submit(partial(read, index)) for index in range(len(numbers))]
-            futures.wait(reads)  # all of them: they write to ``out``
+            futures.wait(reads, return_when=futures.FIRST_EXCEPTION)
+            for after_error in reads:
+                after_error.cancel()
+            futures.wait(reads)  # those that have begun write to ``out``
             for done in reads:
-                done.result()
+                done.result()  # the first error comes before what was cancelled
             return
         for number in numbers:
             known, buffer = self._last.pop(file) if file in self._last else (-1, aligned_buffer(STEP))

@@ -54,23 +54,22 @@ def asked(owner: Any, name: str) -> Any:
         return None
 
 
-def held_by(owner: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The values that an object holds: a name, the key for ``read`` and ``write``, and the value."""
+def held_by(owner: Any) -> Iterator[tuple[Any, Any]]:
+    """The values that an object holds, each after the key for ``read`` and ``write``, whose text is its name."""
     if is_a(owner, dict):
-        items = items_of(owner, _MOST)
-        yield from [(str(key), key, value) for key, value in items if is_a(key, _NAMES)]
+        yield from [(key, value) for key, value in items_of(owner, _MOST) if is_a(key, _NAMES)]
     elif is_a(owner, (list, tuple, deque)):
-        yield from [(str(number), number, value) for number, value in enumerate(items_of(owner, _MOST))]
+        yield from enumerate(items_of(owner, _MOST))
     elif is_a(owner, functools.partial):
-        yield from ((name, name, getattr(owner, name)) for name in ("func", "args", "keywords"))
+        yield from ((name, getattr(owner, name)) for name in ("func", "args", "keywords"))
     elif is_shared_number(owner):
-        yield "value", "value", owner.value
+        yield "value", owner.value
     elif is_a(owner, MethodType):
-        yield "__self__", "__self__", owner.__self__
+        yield "__self__", owner.__self__
     elif is_a(owner, FunctionType):
         for name in _cells(owner):
             if (value := read(owner, name)) is not MISSING:
-                yield name, name, value
+                yield name, value
     else:
         yield from attributes_of(owner)
 
@@ -102,13 +101,12 @@ def _base_of(owner: Any) -> Any:
     return next(kind for kind in (OrderedDict, *CONTAINERS) if is_a(owner, kind))
 
 
-def attributes_of(owner: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The attributes of an object, also those in ``__slots__`` of its class and its bases, as ``held_by``."""
-    for name, value in list(_attributes(owner).items()):
-        yield name, name, value
+def attributes_of(owner: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes of an object, also those in ``__slots__`` of its class and its bases, by their names."""
+    yield from list(_attributes(owner).items())
     for name in slots_of(type(owner)):
         if (value := read(owner, name)) is not MISSING:
-            yield name, name, value
+            yield name, value
 
 
 def slots_of(kind: type) -> dict[str, Any]:

@@ -6,7 +6,7 @@ and schedules follow. Both belong to one rank: values are reduced over the ranks
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -25,6 +25,7 @@ from lt_zero.common.compat.of_lightning_loops import (
     set_count_of_updates,
     shown_metrics,
 )
+from lt_zero.common.tensor_tree import map_tensors
 
 LARGEST = 1 << 20  # bytes of a torchmetrics.Metric that are saved: some keep all predictions
 _NAMES = ("entries", "metrics", "shown", "lost")
@@ -65,12 +66,13 @@ def saved_values(trainer: pl.Trainer, before: EpochValues | None, in_epoch: bool
     if states is None:
         lost += sorted(metrics_of_training(trainer))
     metrics = {}
+    on_host = _copied_to("cpu")
     for name, (count, state) in (states or {}).items():
         if sum(value.numel() * value.element_size() for value in _tensors(state)) > LARGEST:
             lost.append(name)
         else:
-            metrics[name] = {"count": count, "states": {key: _copied(value, "cpu") for key, value in state.items()}}
-    shown = {kind: {k: _copied(v, "cpu") for k, v in found.items()} for kind, found in shown_metrics(trainer).items()}
+            metrics[name] = {"count": count, "states": map_tensors(state, on_host)}
+    shown = {kind: map_tensors(dict(found), on_host) for kind, found in shown_metrics(trainer).items()}
     return {"entries": entries, "metrics": metrics, "shown": shown, "lost": sorted(set(lost))}
 
 
@@ -81,8 +83,9 @@ def restore_values(trainer: pl.Trainer, saved: dict[str, Any], same_ranks: bool)
         same_ranks: whether the run has as many ranks as the one that has saved.
     """
     device = trainer.strategy.root_device
+    on_device = _copied_to(device)
     for kind, values in shown_metrics(trainer).items():
-        values.update({name: _copied(value, device) for name, value in saved["shown"][kind].items()})
+        values.update(map_tensors(saved["shown"][kind], on_device))
     if not same_ranks:
         return [*saved["lost"], *(entry["name"] for entry in saved["entries"] if entry["on_epoch"])]
     restore_logged_values(trainer, saved["entries"], device, trainer.strategy.reduce)
@@ -91,7 +94,7 @@ def restore_values(trainer: pl.Trainer, saved: dict[str, Any], same_ranks: bool)
         if found is None or found["states"].keys() != metric.metric_state.keys():
             continue
         for key, value in found["states"].items():
-            setattr(metric, key, _copied(value, device))
+            setattr(metric, key, map_tensors(value, on_device))
         set_count_of_updates(metric, found["count"])
     return list(saved["lost"])
 
@@ -110,7 +113,7 @@ def _states(trainer: pl.Trainer, in_epoch: bool) -> dict[str, tuple[int, dict[st
     """Copies of the states of metrics, and how often these were updated."""
     ours, others = metrics_of_training(trainer), metrics_of_validation(trainer)
     return {
-        name: (count_of_updates(metric), {key: _copied(value) for key, value in metric.metric_state.items()})
+        name: (count_of_updates(metric), map_tensors(dict(metric.metric_state), lambda state: state.detach().clone()))
         for name, metric in _metrics(trainer.lightning_module)
         # What validation logs is reset by Lightning when the validation ends.
         if metric.update_called and (name in ours or (in_epoch and name not in others))
@@ -132,9 +135,5 @@ def _tensors(states: dict[str, Any]) -> Iterator[Tensor]:
         yield from value if isinstance(value, list) else [value]
 
 
-def _copied(value: Any, device: torch.device | str | None = None) -> Any:
-    if isinstance(value, list):
-        return [_copied(item, device) for item in value]
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().clone() if device is None else value.detach().to(device, copy=True)
+def _copied_to(device: torch.device | str) -> Callable[[Tensor], Tensor]:
+    return lambda value: value.detach().to(device, copy=True)

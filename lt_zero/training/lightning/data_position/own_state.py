@@ -235,7 +235,7 @@ class OwnState:
         """Walk over the attributes of the loader, the nearest first."""
         walk = Walk([], [], {"": self._loader}, {"": self._loader})
         seen = {id(self._loader)}
-        waiting = [(name, "", key, value, self._loader, 1) for name, key, value in self._roots()]
+        waiting = [(name, "", name, value, self._loader, 1) for name, value in self._roots()]
         loads = isinstance(self._loader, DataLoader)
         if not self._stateful:
             own = _values("", self._loader)
@@ -265,9 +265,7 @@ class OwnState:
             else:
                 walk.places.extend(self._counters(place, sampler))
             if depth < DEEPEST:
-                waiting += [
-                    (f"{path}.{name}", path, key, child, value, depth + 1) for name, key, child in _inner(value)
-                ]
+                waiting += [(f"{path}.{key!s}", path, key, child, value, depth + 1) for key, child in _inner(value)]
         return walk
 
     def _orders(self, path: str) -> bool:
@@ -302,12 +300,12 @@ class OwnState:
         own = self._stateful and _has_state_dict(dataset)
         return isinstance(dataset, IterableDataset) and path.startswith("dataset") and not own
 
-    def _roots(self) -> list[tuple[str, Any, Any]]:
+    def _roots(self) -> list[tuple[str, Any]]:
         names = [name for name in _FIRST if asked(self._loader, name) is not None]
         hidden = "_" if self._stateful else ("__", "_DataLoader", "_iterator")  # else its present pass would be found
-        others = [name for name, _, _ in attributes_of(self._loader)]
+        others = [name for name, _ in attributes_of(self._loader)]
         names += [name for name in others if name not in _FIRST and not name.startswith(hidden)]
-        return [(name, name, asked(self._loader, name)) for name in names]
+        return [(name, asked(self._loader, name)) for name in names]
 
 
 def opened_sampler(loader: Any) -> Any:
@@ -343,7 +341,7 @@ def _breadth_first(waiting: list[Any]) -> Iterator[Any]:
         position += 1
 
 
-def _inner(value: Any) -> Iterator[tuple[str, Any, Any]]:
+def _inner(value: Any) -> Iterator[tuple[Any, Any]]:
     """The values that an object holds, and generators that its code knows as global variables, as ``held_by``."""
     yield from held_by(value)
     if is_a(value, FunctionType):
@@ -356,11 +354,11 @@ def _inner(value: Any) -> Iterator[tuple[str, Any, Any]]:
                         yield from _globals(method)
 
 
-def _globals(function: FunctionType) -> Iterator[tuple[str, Any, Any]]:
+def _globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Generators among the global variables that a function names."""
     for name in function.__code__.co_names:
         if is_a(value := function.__globals__.get(name), GENERATORS):
-            yield name, name, value
+            yield name, value
 
 
 def _is_read_on(value: Any) -> bool:
@@ -390,9 +388,9 @@ def _values(path: str, owner: Any) -> list[StatePlace]:
     """The values of an object that may count passes or be an order."""
     prefix = f"{path}." if path else ""
     return [
-        StatePlace(f"{prefix}{name}", path, owner, key, value, True)
-        for name, key, value in held_by(owner)
-        if not name.startswith("__") and is_plain(value)
+        StatePlace(f"{prefix}{key!s}", path, owner, key, value, True)
+        for key, value in held_by(owner)
+        if not str(key).startswith("__") and is_plain(value)
     ]
 
 

@@ -104,7 +104,7 @@ def packed(value: Any) -> Any:
         kind = {list: "sequence", tuple: "tuple"}.get(type(value), "deque" if isinstance(value, deque) else "tuple")
         return items if kind == "sequence" else {"kind": kind, "items": items}
     if is_record(value):
-        return {"kind": "record", "items": {name: packed(item) for name, _, item in attributes_of(value)}}
+        return {"kind": "record", "items": {name: packed(item) for name, item in attributes_of(value)}}
     raise TypeError(type(value).__name__)
 
 
@@ -168,9 +168,9 @@ def _unpacked(saved: Any, present: Any) -> Any:
         keys = [_unpacked(key, None) for key, _ in items]
         return {key: _unpacked(item, entries.get(key)) for key, (_, item) in zip(keys, items, strict=True)}
     if kind == "record":
-        for name, key, item in list(attributes_of(present)) if is_record(present) else ():
+        for name, item in list(attributes_of(present)) if is_record(present) else ():
             if name in items:
-                present = replaced(present, key, _unpacked(items[name], item))
+                present = replaced(present, name, _unpacked(items[name], item))
         return present
     members = items_of(present) if isinstance(present, (tuple, deque)) else []
     found = [_unpacked(item, members[number] if number < len(members) else None) for number, item in enumerate(items)]
@@ -201,7 +201,7 @@ def _elements(value: Any, most: int | None = None, step: int = 1) -> list[Any]:
     Those of an item of a dictionary are its key and its value.
     """
     if is_record(value):
-        return [item for _, _, item in attributes_of(value)]
+        return [item for _, item in attributes_of(value)]
     items = items_of(value, most, step)
     return [element for pair in items for element in pair] if is_a(value, dict) else items
 

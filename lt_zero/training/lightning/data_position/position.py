@@ -1161,7 +1161,7 @@ def _is_shared_out(loader: object, fewest: int) -> bool:
 
 def _counts(loader: object) -> dict[str, int]:
     """Numbers that a loader keeps itself."""
-    return {name: value for name, _, value in attributes_of(loader) if type(value) is int}
+    return {name: value for name, value in attributes_of(loader) if type(value) is int}
 
 
 def is_stateful(loader: object) -> bool:
