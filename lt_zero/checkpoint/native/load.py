@@ -50,10 +50,9 @@ from lt_zero.core.engine.lazy_tensor import LazyTensor, elements_of
 _FINITE = ("lr", "initial_lr", "betas", "eps", "momentum", "dampening", "weight_decay", "alpha", "lr_decay")
 _COMPUTED = ("foreach", "fused", "capturable", "differentiable")
 NEW = "set checkpoint.load_optimizer_states=false to start with a new optimizer."
-NEW_SCHEDULE = "set checkpoint.load_lr_scheduler_states=false"
+NEW_SCHEDULE = "set checkpoint.load_lr_scheduler_states=false"  # errors say what for
 # What else of a checkpoint is kept by the names of parameters: averaged runs' trained weights, what ranks owe.
 _BY_NAME = {TRAINED_WEIGHTS: ("weights",), RESIDUALS: ("units", "worker", "server", "counts")}
-UNCHANGED: Mapping[str, str | None] = MappingProxyType({})  # names that no hook has changed
 _SCALERS = ("FSDPPrecision", "FSDPMixedPrecision")  # Lightning's plugins, which save the scaler under their names
 
 

@@ -48,9 +48,9 @@ class LoadedStates:
             offloaded = place is not None and place[0].offloaded
             for key, value in given["state"].get(number, {}).items():
                 known = states.get(key)
-                if not isinstance(value, Tensor) or not isinstance(known, Tensor) or not _is_cast_of(known, value):
+                if not isinstance(value, Tensor) or not isinstance(known, Tensor):
                     continue
-                if offloaded or known.dtype != value.dtype:
+                if (offloaded or known.dtype != value.dtype) and _is_cast_of(known, value):
                     here = value.to("cpu" if offloaded else known.device, copy=True)
                     in_form = place is not None and value.dim() > 0 and place[0].moments.keeps(value)
                     states[key] = place[0].moments.kept(here, key) if place is not None and in_form else here

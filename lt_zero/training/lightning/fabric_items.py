@@ -71,24 +71,17 @@ class ShardedModule(nn.Module):
 class Opened:
     """Content of a checkpoint by the keys of ``fabric.save``; tensors of a directory are read on demand.
 
-    ``prefixes``: of names of parameters, by module; ``optimizers``: keys; ``left_out``: names of frozen weights that
-    were not saved, by module; ``trained``: weights that training goes on with, by module, where they are not those in
-    ``saved``; ``stepped``: keys of optimizers whose weights are those of a step, None: of those with states;
-    ``residuals``, ``rank_buffers``, ``features``: as of ``Part``; ``of_ranks``: values of each rank, of items that
-    differ between ranks.
+    Attributes:
+        saved: by these keys.
+        own: what is in no item, as a single file has it. Each entry may be missing: "stepped" has the keys of
+            optimizers whose weights are those of a step, without it they are those with states; "modules" the prefixes
+            of parameters' names, by module.
+        trained: weights that training goes on with, by module, where they are not those in ``saved``.
     """
 
     saved: dict[str, Any]
-    prefixes: Mapping[str, str] = field(default_factory=dict)
-    optimizers: Sequence[str] = ()
-    left_out: Mapping[str | None, Sequence[str]] = field(default_factory=dict)
-    trained: Mapping[str | None, Mapping[str, Any]] = field(default_factory=dict)
-    stepped: Collection[str] | None = None
-    loss_scale: Mapping[str, Any] = field(default_factory=dict)
-    residuals: Any = None
-    rank_buffers: Any = None
-    features: Any = None
-    of_ranks: Mapping[str, list[Any]] = field(default_factory=dict)
+    own: Mapping[str, Any]
+    trained: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def only(self, value: nn.Module | Optimizer, path: str) -> str:
         """The key of the only module, or optimizer.
@@ -96,8 +89,8 @@ class Opened:
         Raises:
             CheckpointError: there are several, or none.
         """
-        is_module = isinstance(value, nn.Module)
-        kind, keys = ("module", list(self.prefixes)) if is_module else ("optimizer", self.optimizers)
+        kind = "module" if isinstance(value, nn.Module) else "optimizer"
+        keys: list[str] = list(self.own[f"{kind}s"])
         if len(keys) != 1:
             raise CheckpointError(
                 f"{path} has {len(keys)} {kind}s ({', '.join(keys) or 'none'}), and fabric.load_raw takes one. "
@@ -123,37 +116,10 @@ def open_directory(source: CheckpointSource, weights_only: bool | None) -> Opene
         left_out[key] = [name.removeprefix(prefix) for name in frozen if name.startswith(prefix)]
     for (key, prefix), state in zip(here["optimizers"].items(), states, strict=True):
         saved[key] = with_names(state, partial(_without_prefix, prefix))
-    trained: dict[str | None, Mapping[str, Any]] = {}
-    if TRAINED_WEIGHTS in found and foreign:
-        trained["model"] = found[TRAINED_WEIGHTS]["weights"]
-    return Opened(
-        saved,
-        here["modules"],
-        list(here["optimizers"]),
-        left_out,
-        trained,
-        stepped=here.get("stepped"),  # earlier versions did not save it
-        loss_scale=loss_scale(found),
-        residuals=found.get(RESIDUALS),
-        rank_buffers=found.get(RANK_BUFFERS),
-        features=found.get(FEATURES),
-        of_ranks=here.get(OF_RANKS, {}),
-    )
-
-
-def opened_file(saved: dict[str, Any]) -> Opened:
-    """Content of a single file of this strategy or of another one of Fabric's."""
-    own = saved.pop(BESIDE, {})
-    return Opened(
-        saved,
-        own.get("modules", {}),
-        left_out=own.get("frozen_left_out", {}),  # earlier versions did not leave them out
-        stepped=own.get("stepped"),
-        loss_scale=own.get("loss_scale", {}),
-        residuals=own.get(RESIDUALS),
-        features=own.get(FEATURES),
-        of_ranks=own.get(OF_RANKS, {}),
-    )
+    own = {**here, **{key: found[key] for key in (RESIDUALS, RANK_BUFFERS, FEATURES) if key in found}}
+    own |= {"frozen_left_out": left_out, "loss_scale": loss_scale(found)}
+    has_averages = foreign and TRAINED_WEIGHTS in found
+    return Opened(saved, own, {"model": found[TRAINED_WEIGHTS]["weights"]} if has_averages else {})
 
 
 def prefixes_of(keys: Sequence[str]) -> dict[str, str]:
@@ -276,26 +242,28 @@ class FabricItems:
         if is_directory(path):
             use = partial(open_directory, weights_only=weights_only)
             opened, copy = opened_source(path, use, self.world.rank == 0)
-            opened.saved = own_values(self.world, opened.saved, opened.of_ranks)
-            return (opened, True), copy
+            return (self._of_this_rank(opened), True), copy
         file = local_file(self.checkpoint_io, path)
         checked_file(file, self.world)
         with reading(file):
             found = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        opened = opened_file(found)
-        opened.saved = own_values(self.world, opened.saved, opened.of_ranks)
-        return (opened, False), OpenedCopy(partial(of_content, found, file))
+        opened = Opened(found, found.pop(BESIDE, {}))
+        return (self._of_this_rank(opened), False), OpenedCopy(partial(of_content, found, file))
+
+    def _of_this_rank(self, opened: Opened) -> Opened:
+        return replace(opened, saved=own_values(self.world, opened.saved, opened.own.get(OF_RANKS, {})))
 
     def restore(self, opened: Opened, objects: Mapping[Any, Any], saved: Mapping[Any, Any], strict: bool) -> None:
         """Load parts of a checkpoint into objects. Collective."""
+        own = opened.own
         found = {key: ShardedOptimizer.of(value) for key, value in objects.items() if isinstance(value, Optimizer)}
         optimizers = {key: sharded for key, sharded in found.items() if sharded is not None}
         parts: dict[Any, Part] = {
             key: replace(
                 self.part(value, saved[key], strict),
-                left_out=list(opened.left_out.get(key, ())),
-                prefix=opened.prefixes.get(key, ""),
-                rank_buffers=opened.rank_buffers if key is not None else None,
+                left_out=own.get("frozen_left_out", {}).get(key, ()),
+                prefix=own.get("modules", {}).get(key, ""),
+                rank_buffers=own.get(RANK_BUFFERS),
             )
             for key, value in objects.items()
             if isinstance(value, nn.Module)
@@ -304,12 +272,12 @@ class FabricItems:
         loaded = {part.engine: key for key, part in parts.items()}
         engines = dict.fromkeys(sharded.engine for sharded in optimizers.values())
         for engine in engines:
-            own = {key: sharded for key, sharded in optimizers.items() if sharded.engine is engine}
+            running = {key: sharded for key, sharded in optimizers.items() if sharded.engine is engine}
             key = loaded.get(engine, engine)
-            parts[key] = self._going_on(parts.get(key, Part(engine.root, engine)), key, opened, own, saved)
+            parts[key] = self._going_on(parts.get(key, Part(engine.root, engine)), key, opened, running, saved)
         contents = Contents(
             list(parts.values()),
-            loss_scale=opened.loss_scale if engines else None,
+            loss_scale=own.get("loss_scale", {}) if engines else None,
             scaled=list(engines),
             schedules=[pair for pair in rest if isinstance(pair[0], LRScheduler)],
             beside=[(value.load_state_dict, state) for value, state in rest if not isinstance(value, LRScheduler)],
@@ -325,27 +293,30 @@ class FabricItems:
         return Part(whole(module), engine, weights, strict, rounded=rounded)
 
     def _going_on(
-        self, part: Part, key: Any, opened: Opened, own: Mapping[Any, ShardedOptimizer], saved: Mapping[Any, Any]
+        self, part: Part, key: Any, opened: Opened, running: Mapping[Any, ShardedOptimizer], saved: Mapping[Any, Any]
     ) -> Part:
         """A part with what its optimizers need to go on.
 
         Args:
             key: of its module, if that is loaded.
-            own: its optimizers.
+            running: its optimizers.
         """
-        states = {k: {"state": {}, **saved[k]} if isinstance(saved[k], Mapping) else saved[k] for k in own}  # filtered
-        known = opened.stepped
-        if known is None:
-            known = [k for k in own if isinstance(saved[k], Mapping) and saved[k].get("state")]
+        own = opened.own
+        # A filter may have left out the states.
+        states = {k: {"state": {}, **saved[k]} if isinstance(saved[k], Mapping) else saved[k] for k in running}
+        stepped = own.get("stepped")
+        if stepped is None:  # of an earlier version
+            stepped = [k for k, state in states.items() if isinstance(state, Mapping) and state["state"]]
         # Without its module it may be unknown which of the states of features are those of an engine.
-        is_known = key in opened.prefixes or len(opened.prefixes) < 2
+        modules = own.get("modules", {})
+        is_known = key in modules or len(modules) < 2
         return replace(
             part,
             weights={**part.weights, **opened.trained.get(key, {})} if part.weights is not None else None,
-            stepped=any(k in known for k in own),
-            residuals=opened.residuals,
-            features=opened.features if is_known else None,
-            optimizers={self.session.number(sharded): (sharded.optimizer, states[k]) for k, sharded in own.items()},
+            stepped=any(k in stepped for k in running),
+            residuals=own.get(RESIDUALS),
+            features=own.get(FEATURES) if is_known else None,
+            optimizers={self.session.number(sharded): (sharded.optimizer, states[k]) for k, sharded in running.items()},
         )
 
 
