@@ -91,7 +91,8 @@ def measure(case: str, layers: int, width: int, rounds: int) -> dict[str, float]
     rests = [b for b in engine.buckets if not b.wants_grad and b.sharding.params]
     kept = measured(engine)[WEIGHTS]
     sent = [
-        b.storage.codecs.rests.nbytes(b.layout.shard_numel) if b.storage.codecs.rests else b.shard.nbytes for b in rests
+        b.storage.codecs.rests.nbytes(b.layout.shard_numel) if b.storage.codecs.rests else b.compute.shard.nbytes
+        for b in rests
     ]
     return {
         "frozen": frozen,

@@ -17,7 +17,7 @@ import lt_zero
 from lt_zero.checkpoint.open import open_source
 from lt_zero.checkpoint.source import CheckpointSource
 from lt_zero.common.errors import CheckpointError
-from lt_zero.core.engine.bucket import State
+from lt_zero.core.engine.compute_copy import State
 from lt_zero.core.engine.full_params import full_parameters
 from lt_zero.core.engine.guard import owner_of
 from lt_zero.core.stores.pinned import rounded

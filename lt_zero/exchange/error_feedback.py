@@ -83,7 +83,7 @@ class ErrorFeedback:
         self._device = bucket.group.device
         self._group = bucket.group
         self._name = bucket.name
-        self._layout, self._numels = bucket.layout, owner.plan.residual_numels(bucket.layout, bucket.is_cut)
+        self._layout, self._numels = bucket.layout, owner.plan.residual_numels(bucket.layout, bucket.storage.is_cut)
         shard = bucket.layout.shard(bucket.group.rank)
         pieces = bucket.layout.pieces(*shard)
         own = gaps_between(((p.offset, p.offset + p.numel) for p in pieces), bucket.layout.shard_numel)

@@ -64,7 +64,7 @@ def measured(engine: Engine, optimizers: Iterable[ShardedOptimizer] = ()) -> dic
     values = [v for s in optimizers for p in s.parameters() for v in s.optimizer.state.get(p, {}).values()]
     held = [stored_part(v) for v in values if isinstance(v, Tensor) and v.dim() > 0]
     states = {v.untyped_storage().data_ptr(): v for v in held if not any(store.owns(v) for store in stored)}
-    beside = sum(s.nbytes for bucket in engine.buckets for s in bucket.beside.values() if not s.streamed)
+    beside = sum(s.nbytes for bucket in engine.buckets for s in bucket.states.beside.values() if not s.streamed)
     total[MOMENTS] = sum(v.untyped_storage().nbytes() for v in states.values()) + beside
     offload = engine.offload_manager
     total[OFFLOAD] = sum(rounded(store.nbytes) for store in stored) + offload.buffer_nbytes
@@ -80,7 +80,7 @@ def _of_bucket(bucket: Bucket) -> dict[str, int]:
     weights = bucket.weights
     grads = bucket.grads
     held = {
-        GATHERED if sharded else WEIGHTS: bucket.flat.nbytes if bucket.allocated else 0,
+        GATHERED if sharded else WEIGHTS: bucket.compute.flat.nbytes if bucket.allocated else 0,
         GRADS: grads.nbytes if not grads.streamed else 0,
         LOCAL: grads.local.nbytes if grads.local is not None else 0,
     }

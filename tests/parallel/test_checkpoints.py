@@ -122,7 +122,7 @@ def _coded(ranks: Ranks, stage: int, path: str, first: int) -> list[dict[str, di
     else:
         run.train(range(STEPS))
         save(run, path)
-    assert {b.moments.name for b in run.engine.buckets} == {"int8", "float32"}
+    assert {b.storage.moments.name for b in run.engine.buckets} == {"int8", "float32"}
     had = everything(run)
     run.train(range(STEPS, STEPS + 1))
     return [had, everything(run)]

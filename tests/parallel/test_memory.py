@@ -16,7 +16,7 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.config.precision import dtype_policy
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
-from lt_zero.core.engine.bucket import Bucket, State
+from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.storage_plan import DEVICE, HOST
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from lt_zero.planning import limits
@@ -93,9 +93,7 @@ def _train(engine: Any, optimizer: torch.optim.Optimizer) -> tuple[int, int, int
     def noting(bucket: Bucket) -> None:
         nonlocal peak
         launch(bucket)
-        peak = max(
-            peak, sum(b.flat.nbytes for b in engine.buckets if b.sharding.params and b.state is not State.RELEASED)
-        )
+        peak = max(peak, sum(b.compute.flat.nbytes for b in engine.buckets if b.sharding.params and not b.released))
 
     patch.setattr(Bucket, "launch_gather", noting)
     dtype = engine.buckets[0].dtype

@@ -114,7 +114,7 @@ class Peaks:
             buckets = self.engine.buckets
             here = [b for b in buckets if b.sharding.params and b.allocated]
             homes = [s for b in buckets for s in b.stores() if s.streamed]
-            self.gathered = max(self.gathered, sum(b.flat.nbytes for b in here))
+            self.gathered = max(self.gathered, sum(b.compute.flat.nbytes for b in here))
             spare = sum(t.spare_nbytes for t in self.tiers)
             self.homes = max(self.homes, spare + sum(rounded(h.nbytes) for h in homes))
             return result

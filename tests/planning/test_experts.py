@@ -17,7 +17,7 @@ from lt_zero.cli import app
 from lt_zero.config.precision import dtype_policy
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
-from lt_zero.core.engine.bucket import Bucket, State
+from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.storage_plan import DEVICE, HOST
 from lt_zero.parallel import Experts
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
@@ -106,7 +106,7 @@ def _compare(stage: int, mode: str, size: int) -> None:
     def noting(bucket: Bucket) -> None:
         nonlocal peak
         launch(bucket)
-        here = (b.flat.nbytes for b in engine.buckets if b.sharding.params and b.state is not State.RELEASED)
+        here = (b.compute.flat.nbytes for b in engine.buckets if b.sharding.params and not b.released)
         peak = max(peak, sum(here))
 
     with pytest.MonkeyPatch.context() as patch:

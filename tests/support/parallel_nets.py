@@ -261,7 +261,7 @@ def _states(run: Trains, key: str) -> dict[str, Tensor]:
 
 
 def _rows(bucket: Bucket, optimizer: Optimizer, key: str) -> Tensor:
-    if (stored := bucket.states.get(key)) is not None:
+    if (stored := bucket.states.by_key.get(key)) is not None:
         stored.read()
     lo, hi = bucket.shard_range
     rows = torch.zeros(hi - lo)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 import lt_zero
 from lt_zero import ZeroConfig
 from lt_zero.common.flat_storage import FlatStorage
+from lt_zero.core.engine.compute_copy import State
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.full_params import full_parameters, gather_own
 
@@ -104,7 +105,7 @@ class CountedStorage(FlatStorage):
 def counted_storages() -> Iterator[type[CountedStorage]]:
     """Buckets that are made inside are counted, from 0, as long as they live."""
     CountedStorage.live = CountedStorage.most = 0
-    with mock.patch("lt_zero.core.engine.bucket.FlatStorage", CountedStorage):
+    with mock.patch("lt_zero.core.engine.compute_copy.FlatStorage", CountedStorage):
         yield CountedStorage
 
 
@@ -152,7 +153,7 @@ def check(case: Case) -> Engine:
             case.after_step(model, step)
             case.after_step(reference, step)
         _compare_values(case, engine, reference, step)
-    lent = [bucket.name for bucket in engine.buckets if bucket.lent]
+    lent = [bucket.name for bucket in engine.buckets if bucket.state is State.LENT]
     assert case.lends or not lent, f"memory of released weights is kept, as if user code held views of them: {lent}"
     return engine
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero import ZeroConfig
 from lt_zero.common.errors import ConfigError
-from lt_zero.core.engine.bucket import State
+from lt_zero.core.engine.compute_copy import State
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.grad_reducer import GradReducer
 from lt_zero.exchange.error_feedback import FeedbackExchange
@@ -143,7 +143,7 @@ def gathered(lab: Lab, config: Config) -> Any:
     """How many units stay gathered after a forward."""
     engine = engine_of(lab, config)
     engine.root(tokens(0, 0, 0))
-    return sum(all(b.state is not State.RELEASED for b in unit.sharded) for unit in engine.units)
+    return sum(all(not b.released for b in unit.sharded) for unit in engine.units)
 
 
 def ahead(lab: Lab, config: Config) -> Any:
@@ -178,7 +178,7 @@ def flying(lab: Lab, config: Config) -> Any:
 
 def compressed(lab: Lab, config: Config) -> Any:
     """The parameters whose gradients are sent compressed."""
-    return sorted(span.name for b in engine_of(lab, config).buckets if b.compresses for span in b.layout.spans)
+    return sorted(span.name for b in engine_of(lab, config).buckets if b.plan.compresses for span in b.layout.spans)
 
 
 def codec(lab: Lab, config: Config) -> Any:

@@ -18,7 +18,7 @@ from tests.support.reach_engine import Config, Lab, backward, engine_of
 
 def _cut(config: Config, folder: Any) -> bool:
     buckets = engine_of(Lab(folder, Pool()), config).buckets
-    return any(p.numel < math.prod(b.shapes[p.index]) for b in buckets for p in b.pieces)
+    return any(p.numel < math.prod(b.layout.spans[p.index].shape) for b in buckets for p in b.pieces)
 
 
 def cut(lab: Lab, config: Config) -> Any:

@@ -137,7 +137,7 @@ def _codes(block: dict[str, Any]) -> Steps:
         torch.manual_seed(0)
         model = Net()
         engine = lt_zero.shard(model, config_of(2, gradient_compression=block))
-        assert [bucket.compresses for bucket in engine.buckets] == [True] * 4
+        assert [bucket.plan.compresses for bucket in engine.buckets] == [True] * 4
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         lt_zero.ShardedOptimizer(engine, optimizer)
 

@@ -111,7 +111,7 @@ def _gather(engine: Engine, bucket: Bucket, states: Mapping[int, dict[str, Any]]
             if isinstance(value, Fragment):
                 mine = own.setdefault(key, {})
                 mine[index] = value.dtype
-                if value.box.sizes != bucket.shapes[index]:
+                if value.box.sizes != bucket.layout.spans[index].shape:
                     mine[index] = value.local().view(value.shape).to("cpu", copy=True)
     every: dict[str, dict[int, Any]] = {}  # of all ranks
     for found in bucket.group.host_gather(own, f"optimizer state of {bucket.name}"):
@@ -120,7 +120,7 @@ def _gather(engine: Engine, bucket: Bucket, states: Mapping[int, dict[str, Any]]
     lo, hi = bucket.shard_range
     for key, held in sorted(every.items()):
         dtypes = {index: value for index, value in held.items() if isinstance(value, torch.dtype)}
-        rows = torch.zeros(hi - lo, dtype=next(iter(dtypes.values()), None), device=bucket.flat.device)
+        rows = torch.zeros(hi - lo, dtype=next(iter(dtypes.values()), None), device=bucket.compute.flat.device)
         for index in dtypes.keys() & own.get(key, {}).keys():
             (piece,) = bucket.pieces_of(index)
             rows[piece.offset : piece.offset + piece.numel] = states[index][key].local()

@@ -49,7 +49,7 @@ def weight_fragments(engine: Engine, averaged: bool | None = None) -> dict[str, 
     made: dict[int, Fragment] = {}
     for bucket in engine.buckets:
         bucket.edits.check(values=True)
-        streamed = any(store.streamed for store in (*bucket.weights.stores(), *bucket.beside.values()))
+        streamed = any(store.streamed for store in (*bucket.weights.stores(), *bucket.states.beside.values()))
         rows, dtype = None, bucket.weights.precision
         if average is not None:
             rows, averages = average.rows(bucket, averaged is True), average.averages(bucket)
@@ -108,11 +108,11 @@ def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
             known[name] = number
             if parameter in optimizer.state:
                 state[number] = states_of(bucket, index, optimizer.state[parameter])
-                if not bucket.is_whole and _tells_of(bucket, index):  # else every rank has it
+                if not bucket.storage.is_whole and _tells_of(bucket, index):  # else every rank has it
                     entries = state[number].items()
                     own[name] = {key: _plain(value) for key, value in entries if not isinstance(value, Fragment)}
-        if () in bucket.shapes:
-            put_away(bucket.states.values())  # ``states_of`` has read them
+        if any(span.shape == () for span in bucket.layout.spans):
+            put_away(bucket.states.by_key.values())  # ``states_of`` has read them
     for others in engine.world.host_gather(own, "optimizer states that are no tensors"):
         for name, held in others.items():
             if name not in known:
@@ -140,14 +140,14 @@ def _tells_of(bucket: Bucket, index: int) -> bool:
 
 def states_of(bucket: Bucket, index: int, state: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a parameter on this rank, with fragments."""
-    shape = tuple(bucket.shapes[index])
+    shape = tuple(bucket.layout.spans[index].shape)
     numel = sum(piece.numel for piece in bucket.pieces_of(index))  # of this rank
-    alone = numel == math.prod(shape) and not bucket.is_whole
+    alone = numel == math.prod(shape) and not bucket.storage.is_whole
     made = dict(state)
     for key, value in state.items():
         if not isinstance(value, Tensor) or not bucket.pieces_of(index):
             continue
-        stored = bucket.states.get(key)
+        stored = bucket.states.by_key.get(key)
         if value.dim() == 0:  # a state of a 0D parameter counts as a scalar
             made[key] = _row(stored, value).clone().view(()) if stored is not None and not shape else value
         elif value.numel() == numel and (tuple(value.shape) == shape or numel != math.prod(shape)):
@@ -253,12 +253,12 @@ def load_full_optimizer_state(
                 if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != spec.global_shape:
                     cut[number][key] = whole(value)
                     continue
-                if value.is_floating_point() and _name_of(value.dtype) != bucket.moments.name:
-                    converted.add((_name_of(value.dtype), bucket.moments.name))
+                if value.is_floating_point() and _name_of(value.dtype) != bucket.storage.moments.name:
+                    converted.add((_name_of(value.dtype), bucket.storage.moments.name))
                 if bucket.places.step.streamed:
                     streamed.setdefault(bucket, []).append((parameter, piece, key, value))
                 else:
-                    cut[number][key] = bucket.moments.kept(_piece_of(bucket, piece, value), key)
+                    cut[number][key] = bucket.storage.moments.kept(_piece_of(bucket, piece, value), key)
         if bucket not in streamed:
             tick()
     if converted and engine.world.rank == 0:
@@ -277,8 +277,8 @@ def _write_states(
     """Load element-wise states of a bucket, which stay in files."""
     for parameter, piece, key, value in states:
         row = _piece_of(bucket, piece, value)
-        form = bucket.moments if row.is_floating_point() else PlainMoments(row.dtype)
-        store = bucket.state_store(key, form)
+        form = bucket.storage.moments if row.is_floating_point() else PlainMoments(row.dtype)
+        store = bucket.states.store(key, form)
         assert store is not None
         store.write()
         optimizer.state[parameter][key] = form.view(store.lend, piece.offset, row.shape, key).copy_(row)
@@ -292,6 +292,6 @@ def _name_of(dtype: torch.dtype) -> str:
 def _piece_of(bucket: Bucket, piece: Piece, value: Tensor) -> Tensor:
     """This rank's elements, in the dtype in which they were saved."""
     row = elements_of(value, piece.lo, piece.hi, bucket.layout.spans[piece.index].spec.local_box)
-    shape = bucket.shapes[piece.index]
+    shape = bucket.layout.spans[piece.index].shape
     row = row if isinstance(value, LazyTensor) else row.clone()
     return row.view(shape) if piece.numel == torch.Size(shape).numel() else row

@@ -221,6 +221,14 @@ class MasterWeights:
         self.copy.refresh(self._kept, self.written, self.gaps)
         self.written, self.decoded_reference = True, None
 
+    def forget_decoded(self) -> None:
+        """Note that the compute copy is what is decoded of the weights."""
+        self.decoded_reference = None
+
+    def keep_replaced_in(self, all_replaced: AllReplaced) -> None:
+        """Share ``all_replaced`` with the other buckets of an engine."""
+        self.all_replaced = all_replaced
+
     def call_when_unfrozen(self, call: Callable[[], None] | None) -> None:
         """Call ``call`` when weights that were frozen have got master weights; None: nothing."""
         self._on_unfrozen = call

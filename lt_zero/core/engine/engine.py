@@ -58,7 +58,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -88,7 +88,7 @@ from lt_zero.common.module_hooks import (
 from lt_zero.common.phases import NOTHING, TimedSpan, UnitRanges, phase, unit_range
 from lt_zero.common.tensor_tree import iter_tensors
 from lt_zero.core.comm.shard_group import ShardGroup
-from lt_zero.core.engine.bucket import Bucket, digest_of, lost_edits
+from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.buffers import BufferSync
 from lt_zero.core.engine.exchange import GradientExchange
 from lt_zero.core.engine.fp32_modules import find_fp32_modules
@@ -96,6 +96,7 @@ from lt_zero.core.engine.gather import Call, Gatherer, Residency, Unit
 from lt_zero.core.engine.grad_reducer import GradReducer
 from lt_zero.core.engine.graph_tie import Tie, held_by_modules, still_there
 from lt_zero.core.engine.guard import shares_storage
+from lt_zero.core.engine.inplace_edits import digest_of, lost_edits
 from lt_zero.core.engine.offload import Offload
 from lt_zero.core.engine.options import EngineOptions
 from lt_zero.core.engine.partition import EnginePlan
@@ -207,7 +208,7 @@ class Engine(ProcessLocal):
             exchange=exchange,
         )
         self.finish_reductions = self.unused_parameters.finish_reductions
-        self.sharded_optim = any(not b.is_whole for b in self.buckets)
+        self.sharded_optim = any(not b.storage.is_whole for b in self.buckets)
         self.optimizers: WeakSet[Any] = WeakSet()  # ShardedOptimizers of its parameters
         self.replaced = ReplacedWeights(self.buckets, world.rank == 0, training)
         self.before_backward: list[Callable[[], None]] = []  # called when a backward begins
@@ -283,7 +284,7 @@ class Engine(ProcessLocal):
         if self.shards_parameters or self._rests:
             return
         self._left = self._whole_buckets()
-        self._digests = [digest_of(bucket.flat) for bucket in self._left] if complete else []
+        self._digests = [digest_of(bucket.compute.flat) for bucket in self._left] if complete else []
         for handle in [*self._forwards, *self._of_parts]:
             handle.remove()
         self._forwards = []
@@ -305,7 +306,7 @@ class Engine(ProcessLocal):
         """
         mine: list[tuple[int, bool]] = []
         if self._left and (self._digests or incomplete):
-            now = torch.stack([digest_of(bucket.flat) for bucket in self._left]).tolist()
+            now = torch.stack([digest_of(bucket.compute.flat) for bucket in self._left]).tolist()
             before = torch.stack(self._digests).tolist() if self._digests else [None] * len(now)
             mine = [(one, one != other) for one, other in zip(now, before, strict=True)]
         told = self.peers.host_gather(mine, "digests of weights")
@@ -539,7 +540,7 @@ class Engine(ProcessLocal):
         if not unit.sharded:
             return
         for bucket in unit.sharded:
-            if any([shares_storage(t, bucket.flat) for t in tensors]):
+            if any([shares_storage(t, bucket.compute.flat) for t in tensors]):
                 # The unit returned a weight, or a view of one, so code outside may read it until the end of backward.
                 self.gatherer.pin(bucket, again=True)
         if unit.calls:
@@ -551,7 +552,7 @@ class Engine(ProcessLocal):
         elif unit.leases == 0:
             if call.references and call.references != references_of(unit):
                 for bucket in unit.sharded:
-                    bucket.handed_over = True
+                    bucket.compute.hand_out()
             self.gatherer.release(unit, unedited)
 
     def _keep_edits(self, bucket: Bucket) -> bool:
@@ -567,7 +568,7 @@ class Engine(ProcessLocal):
         if in_parts or bucket.weights.plan.codecs.rests is not None:
             bucket.edits.lose(edited)
             return True
-        self.same_on_ranks.note_edits({spans[index].name: bucket.param_views[index] for index in edited})
+        self.same_on_ranks.note_edits({spans[index].name: bucket.compute.views[index] for index in edited})
         bucket.keep_edits()
         return True
 
@@ -780,7 +781,7 @@ class Engine(ProcessLocal):
         for prepare in self.before_reading:
             prepare()
 
-    def publish(self, buckets: set[Bucket], stepped: bool = True) -> None:
+    def publish(self, buckets: Set[Bucket], stepped: bool = True) -> None:
         """Update the compute copies of ``buckets`` after their master weights were changed, by a step if ``stepped``.
 
         Gathers that overlap with computation are waited for in the next forward, unit by unit.

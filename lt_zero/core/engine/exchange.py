@@ -223,6 +223,6 @@ class PlainExchange(GradientExchange):
     def reduce(
         self, bucket: Bucket, out: Tensor, send: SendBuffer, add: bool, replicas: Replicas = Replicas.SENT
     ) -> Work:
-        if bucket.is_cut:
+        if bucket.storage.is_cut:
             return bucket.group.reduce_scatter(out, send, add, bucket.name, replicas)
         return bucket.group.all_reduce(out, send, add, bucket.name)

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from lt_zero.common.arguments import expect, wrong
 from lt_zero.common.compat import can_assign_data, in_transform, versions_of, without_torch_function
-from lt_zero.core.engine.bucket import Bucket, State
+from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.construction import ConstructionSharder
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.guard import HANDS_OUT, VIEWS, called, describe, owner_of
@@ -82,14 +82,14 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
             "lt_zero.gathered was entered inside of a transform of torch.func (grad, vmap, jvp, jacrev, ...), where "
             "nothing can be gathered. Enter it around the call of the transform."
         )
-    sets = [bucket.holders(0) for bucket in found if write or bucket.state is State.RELEASED]
+    sets = [bucket.holders(0) for bucket in found if write or bucket.released]
     # In one order on all ranks: some are in several of these sets.
     for ranks in sorted({each.ranks: each for each in sets}.values(), key=attrgetter("ranks")):
         ranks.roll_call("lt_zero.gathered")
     for bucket in held:
         found[bucket].gatherer.hold(bucket)
     for bucket in found if write else ():
-        bucket.adopts = True
+        bucket.edits.expect_adoption(True)
     before = [(engine, bucket, _versions(bucket)) for bucket, engine in found.items() if write and _has_parts(bucket)]
     try:
         with ExitStack() as stack:
@@ -109,7 +109,7 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
         raise
     finally:
         for bucket in found:
-            bucket.adopts = False
+            bucket.edits.expect_adoption(False)
         for bucket, keep in held.items():
             found[bucket].gatherer.let_go(bucket, keep)
 
@@ -122,7 +122,7 @@ def _put_back_assigned(buckets: Iterable[Bucket]) -> None:
     """
     for bucket in buckets:
         for index in bucket.edits.assigned():
-            value, view = bucket.params[index].data, bucket.param_views[index]
+            value, view = bucket.params[index].data, bucket.compute.views[index]
             if described(value) != described(view):
                 raise RuntimeError(
                     f"`.data` of {bucket.layout.spans[index].name!r} was assigned a tensor of {tuple(value.shape)}, "
@@ -138,7 +138,7 @@ def _has_parts(bucket: Bucket) -> bool:
 
 def _versions(bucket: Bucket) -> list[int]:
     """Version counters, one of which changes when a parameter, or its memory, is written to."""
-    return versions_of([*bucket.params, bucket.flat])
+    return versions_of([*bucket.params, bucket.compute.flat])
 
 
 def _check_changed(before: list[tuple[Engine, Bucket, list[int]]]) -> None:
@@ -185,15 +185,15 @@ def full_flat(bucket: Bucket) -> Tensor:
     """All elements (1D) of the bucket's master weights. Collective."""
     bucket.wait_background_step()
     bucket.edits.check(values=True)
-    if bucket.state is State.RESIDENT and not bucket.weights.has_master:
-        return bucket.flat
+    if bucket.resident and not bucket.weights.has_master:
+        return bucket.compute.flat
     return gather_own(bucket, bucket.weights.values())
 
 
 @torch.no_grad()
 def gather_own(bucket: Bucket, shard: Tensor) -> Tensor:
     """All elements (1D) of a tensor sharded as the master weights (a moment, the accumulator). Collective."""
-    if bucket.is_whole:
+    if bucket.storage.is_whole:
         return shard
     flat = torch.empty(bucket.layout.numel, dtype=shard.dtype, device=bucket.group.device)
     flat[bucket.shard_range[0] : bucket.shard_range[1]] = shard
@@ -231,7 +231,7 @@ def restore_whole(engine: Engine, join: bool = False) -> None:
         bucket.gather()
         with torch.no_grad():
             views = bucket.layout.views(flat)
-            for parameter, value, dtype in zip(bucket.params, views, bucket.original, strict=True):
+            for parameter, value, dtype in zip(bucket.params, views, bucket.compute.original, strict=True):
                 whole = engine.parts.join(parameter, value) if join else value
                 # Copy to the CPU: a full model need not fit on a GPU.
                 full = whole.to("cpu", dtype, copy=True)
@@ -261,7 +261,7 @@ def was_converted(engine: Engine) -> bool:
 
     def is_converted(bucket: Bucket, index: int) -> bool:
         parameter = bucket.params[index]
-        return id(parameter) in members and described(parameter.data) != described(bucket.param_views[index])
+        return id(parameter) in members and described(parameter.data) != described(bucket.compute.views[index])
 
     mine = any(is_converted(bucket, index) for bucket in engine.buckets for index in bucket.edits.assigned())
     return any(engine.peers.host_gather(mine, "converted parameters"))
@@ -283,7 +283,7 @@ def take_over_assigned(engine: Engine) -> None:
     for number, bucket in enumerate(engine.buckets):
         bucket.wait_background_step()
         for index in bucket.edits.assigned():
-            parameter, view = bucket.params[index], bucket.param_views[index]
+            parameter, view = bucket.params[index], bucket.compute.views[index]
             if described(parameter.data) == described(view):
                 assigned.add(number)
             elif id(parameter) in names:
@@ -317,7 +317,7 @@ def _named(parameters: list[Tensor]) -> tuple[str, str]:
     for parameter in parameters:
         engine: Any = owner_of(parameter)
         bucket, index = engine.owner[id(parameter)]
-        if bucket.state is not State.RESIDENT:
+        if not bucket.resident:
             found.setdefault(engine, []).append(bucket.layout.spans[index].name)
     first, *others = [(names[0], type(engine.root).__name__) for engine, names in found.items()]
     if not others:
@@ -360,7 +360,7 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
             value = engine.parts.cut(bucket.params[index], value if value.shape == shape else value.expand(shape))
             bucket.write(index, value, rounded)
         return args[0]
-    resident = all(bucket.state is State.RESIDENT for bucket in used)
+    resident = all(bucket.resident for bucket in used)
     if not resident and func is Tensor.__repr__:
         return describe(args[0])
     if not resident and func is Tensor.__format__ and args[0].dim() > 0:
@@ -369,7 +369,7 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
         for pinned, each in used.items():
             if each.running:
                 each.gatherer.pin(pinned, again=torch.is_grad_enabled())
-                pinned.edits.handed_out |= func in HANDS_OUT
+                pinned.edits.note_read(hands_out=func in HANDS_OUT)
         return func(*args, **kwargs)
     if resident:
         with without_torch_function():

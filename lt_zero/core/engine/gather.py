@@ -23,7 +23,7 @@ from lt_zero.common.phases import NOTHING, TimedSpan
 from lt_zero.common.tensor_tree import ReplacedTensors
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.work import CollectiveId
-from lt_zero.core.engine.bucket import Bucket, Live, State
+from lt_zero.core.engine.bucket import Bucket, Live
 from lt_zero.core.engine.graph_tie import Tie
 from lt_zero.core.engine.options import EngineOptions
 from lt_zero.core.engine.partition import GroupFacts
@@ -44,7 +44,7 @@ class Unit:
         self.module = module
         self.buckets = buckets
         self.sharded = [b for b in buckets if b.sharding.params]
-        self.numel = sum(b.counted for b in self.sharded)
+        self.numel = sum(b.storage.counted for b in self.sharded)
         self.backward_needs_weights = needs_weights
         self.keep = False
         self.leases = 0
@@ -172,7 +172,7 @@ class Gatherer:
         self._live = Live()  # of the units; the root's buckets are not counted
         for unit in units:
             for bucket in unit.sharded:
-                bucket.live = self._live
+                bucket.count_in(self._live)
         self.forget_order()
         self._pinned: set[Bucket] = set()
         self._held: set[Bucket] = set()  # held by user code
@@ -212,7 +212,7 @@ class Gatherer:
         units = 1 if live.in_flight.buckets else 0
         while limits.prefetch and order.ahead < len(order.last):
             upcoming = order.last[order.ahead]
-            released = [bucket for bucket in upcoming.sharded if bucket.state is State.RELEASED]
+            released = [bucket for bucket in upcoming.sharded if bucket.released]
             if released:
                 if not limits.may_prefetch(upcoming.numel, len(upcoming.sharded), live, units):
                     return
@@ -237,7 +237,7 @@ class Gatherer:
                 bucket.wait_background_step()
         for bucket in unit.sharded:
             # Launch all before waiting for the first, so that the buckets of a unit travel together.
-            if bucket.state is State.RELEASED:
+            if bucket.released:
                 bucket.launch_gather()
         for bucket in unit.sharded:
             bucket.gather()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import partial
 
 import torch
@@ -24,6 +25,28 @@ from lt_zero.kernels.flat import wide
 Products = dict[tuple[int, torch.device], tuple[Tensor | None, Tensor]]
 
 
+class Sums(Enum):
+    """The content of a bucket's accumulator on this rank."""
+
+    __hash__ = object.__hash__  # Enum's is a function in Python
+
+    NONE = "nothing"
+    PARTIAL = "sums over the ranks of one replica (transport.py, Note [Shard groups]): of all replicas, the gradients"
+    COMPLETE = "the gradients"
+    STEPPED = "the gradients, with which a background step beside the running backward has changed the weights"
+    DROPPED = "what was cleared, and the background step may still read"
+
+
+# What may follow; anything else is an error of this package.
+_NEXT = {
+    Sums.NONE: (Sums.PARTIAL, Sums.COMPLETE, Sums.DROPPED),
+    Sums.PARTIAL: (Sums.PARTIAL, Sums.COMPLETE, Sums.DROPPED),
+    Sums.COMPLETE: (Sums.PARTIAL, Sums.COMPLETE, Sums.STEPPED, Sums.DROPPED),
+    Sums.STEPPED: (Sums.COMPLETE, Sums.DROPPED),
+    Sums.DROPPED: (Sums.NONE, Sums.COMPLETE),
+}
+
+
 class GradAccumulator:
     """The gradients of one bucket on this rank.
 
@@ -33,8 +56,14 @@ class GradAccumulator:
     ``shown`` lends the products to user code; what that leaves as it is gets its factor back, so that reading on one
     rank rounds nothing that other ranks do not round.
     Those of an accumulation window that were not reduced yet are in ``local`` (all elements).
-    While it is ``partial``, what is stored are sums over the ranks of one replica (transport.py, Note [Shard groups]):
-    of all replicas together they are the gradients.
+
+    Attributes:
+        sums: what is stored.
+        values: the store, or what replaces it in this step; an empty one: nothing is accumulated.
+        changes: counts changes of the gradients.
+        valid: parameters that were reduced since their gradient was cleared.
+        used: parameters that had a gradient on this rank.
+        local: gradients that are not reduced yet (1D, all elements), at stages 0 and 1.
     """
 
     def __init__(
@@ -60,16 +89,19 @@ class GradAccumulator:
         self._places = places
         self._sends = storage.send_dtype(storage.dtype)
         self._store = self._none = Store(self.dtype, partial(torch.empty, 0))  # from the place, kept from step to step
-        self.values = self._none  # ``_store``, or what replaces it in this step; ``_none``: nothing is accumulated
-        self.changes = 0  # counts changes of the gradients
-        self._dropping = False  # ``_drop`` is queued
+        self.values = self._none
+        self.sums = Sums.NONE
+        self.changes = 0
         self._factor: Tensor | None = None  # deferred; 0D
         # While ``values`` are the products that ``shown`` has lent: what was stored, and its factor.
         self._lent: tuple[Tensor, Tensor] | None = None
-        self.partial = False
-        self.valid: set[int] = set()  # parameters that were reduced since their gradient was cleared
-        self.used: set[int] = set()  # parameters that had a gradient on this rank
-        self.local: Tensor | None = None  # 1D, all elements: gradients not reduced yet (stages 0 and 1)
+        self.valid: set[int] = set()
+        self.used: set[int] = set()
+        self.local: Tensor | None = None
+
+    def _enter(self, sums: Sums) -> None:
+        assert sums in _NEXT[self.sums], (self._name, self.sums, sums)
+        self.sums = sums
 
     def send_dtype(self, have: torch.dtype) -> torch.dtype:
         """Dtype in which gradients of dtype ``have`` are sent: as configured, else ``have`` if that is as precise."""
@@ -111,6 +143,27 @@ class GradAccumulator:
         for lo, hi in self._layout.gaps if not add else ():
             out[lo:hi].zero_()
 
+    def begin_early_step(self) -> None:
+        """COMPLETE -> STEPPED: no gather may follow in the running backward. core/step/background_steps.py."""
+        self._enter(Sums.STEPPED)
+
+    def end_early_step(self) -> None:
+        """STEPPED -> COMPLETE: this backward is over. No-op elsewhere."""
+        if self.sums is Sums.STEPPED:
+            self._enter(Sums.COMPLETE)
+
+    def note_used(self, index: int) -> None:
+        """Note that a parameter has a gradient on this rank: user code has assigned one."""
+        self.used.add(index)
+
+    def drop_local(self) -> None:
+        """Forget ``local``, which was copied to a buffer that is sent."""
+        self.local = None
+
+    def drop_stored(self) -> None:
+        """Free the stored values, which a step has read, until they are cleared: a file need not be written."""
+        self.values.discard()
+
     def accumulate_local(self) -> None:
         """Move the parameters' gradients into ``local``, or add them there."""
         add = self.local is not None
@@ -127,36 +180,36 @@ class GradAccumulator:
         """The tensor (1D, elements [shard_range)) for the result of a reduction that is launched next.
 
         Returns it, and whether the reduction has to add to it. Call ``arrived`` once the result is there.
-        ``replicas``: what is summed over them: ``RESULT`` exactly if it is ``partial``, unless it stays so.
+        ``replicas``: what is summed over them: ``RESULT`` exactly if it is PARTIAL, unless it stays so.
         """
         self.apply_deferred_scale()
         if self._store is self._none:
             self._store = self._places.step.store("grad", self._numel, self.dtype)
         if not self.accumulated:
             self.values = self._store
-        if replicas is Replicas.NOTHING and self.valid and not self.partial and not self.stands_for_all:
+        if replicas is Replicas.NOTHING and self.valid and self.sums is not Sums.PARTIAL and not self.stands_for_all:
             # What is here is summed over the replicas already: one of them keeps it for the sum of all.
             self.values.overwrite().zero_()
         target = self.values.target(add=bool(self.valid), whole=replicas is Replicas.RESULT)
-        self.partial = replicas is Replicas.NOTHING
+        self._enter(Sums.PARTIAL if replicas is Replicas.NOTHING else Sums.COMPLETE)
         self.changes += 1
         self.valid.update([index for index, parameter in enumerate(self._params) if parameter.requires_grad])
         return target
 
     def partial_target(self) -> Tensor:
-        """The ``partial`` values (1D, elements [shard_range)) on the device, to be summed over the replicas in place.
+        """The PARTIAL values (1D, elements [shard_range)) on the device, to be summed over the replicas in place.
 
         Call ``arrived`` once the sums are there.
         """
         self.apply_deferred_scale()
         target, _ = self.values.target(add=True, whole=True)
-        self.partial = False
+        self._enter(Sums.COMPLETE)
         self.changes += 1
         return target
 
     @property
     def stands_for_all(self) -> bool:
-        """True if this rank's replica has, while all are ``partial``, what is the same for all of them."""
+        """True if this rank's replica has, while all are PARTIAL, what is the same for all of them."""
         return self._group.mesh.replica == 0
 
     def arrived(self) -> None:
@@ -237,13 +290,14 @@ class GradAccumulator:
         self.changes += 1
         self.valid -= indices
         self.used -= indices
-        self.partial = self.partial and bool(self.valid)
         if not self.valid and not self.used:
-            if not self._dropping:
-                self._dropping = True
+            if self.sums is not Sums.DROPPED:
+                self._enter(Sums.DROPPED)
                 # The next reduction starts from zero.
                 self._background.then(self._drop)
             return
+        if self.sums is Sums.PARTIAL and not self.valid:
+            self._enter(Sums.COMPLETE)
         self._background.wait()
         if self.local is not None:
             for span in map(self._layout.spans.__getitem__, indices):
@@ -254,11 +308,13 @@ class GradAccumulator:
         self.put_away()
 
     def _drop(self) -> None:
-        self._dropping = False
-        if not self.valid and not self.used:
-            self.local = self._factor = self._lent = None
-            self.values.discard()
-            self.values = self._none
+        if self.valid or self.used:  # there are gradients again
+            self._enter(Sums.COMPLETE)
+            return
+        self.local = self._factor = self._lent = None
+        self.values.discard()
+        self.values = self._none
+        self._enter(Sums.NONE)
 
     def stores(self) -> list[Store]:
         return [store for store in dict.fromkeys((self._store, self.values)) if store is not self._none]

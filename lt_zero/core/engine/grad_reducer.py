@@ -38,7 +38,7 @@ from lt_zero.core.comm.transport import Replicas, SendBuffer
 from lt_zero.core.comm.work import Done, Work
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.exchange import GradientExchange
-from lt_zero.core.engine.grad_accumulator import GradAccumulator
+from lt_zero.core.engine.grad_accumulator import GradAccumulator, Sums
 from lt_zero.core.engine.storage_plan import largest_sends
 
 # Two let one bucket travel while the next is copied; more would hold more send buffers.
@@ -123,7 +123,7 @@ class GradReducer:
             self._learnt = True
             index = {bucket: i for i, bucket in enumerate(self._order)}
             seen = self._peers.host_broadcast([index[b] for b in self._ready], "the order of gradient buckets")
-            seen = [index for index in seen if not self._order[index].is_wide]
+            seen = [index for index in seen if not self._order[index].plan.is_wide]
             self._order = _wide_last([self._order[i] for i in dict.fromkeys([*seen, *range(len(self._order))])])
         self._head, self.scope = 0, None
         self._ready.clear()
@@ -131,7 +131,7 @@ class GradReducer:
     def _keeps_local(self, bucket: Bucket) -> bool:
         """True if the gradients of ``bucket`` from the running backward wait for a later reduction."""
         waits = not self.sync or self._exchange.reduces_at_step
-        return bucket.is_wide or (waits and not bucket.sharding.grads)
+        return bucket.plan.is_wide or (waits and not bucket.sharding.grads)
 
     @property
     def _divides(self) -> bool:
@@ -148,7 +148,7 @@ class GradReducer:
 
     def sum_replicas(self) -> None:
         """Sum over the replicas what is not yet. Collective. See Note [Sums over replicas]."""
-        partial = [bucket for bucket in self._order if bucket.grads.partial]
+        partial = [bucket for bucket in self._order if bucket.grads.sums is Sums.PARTIAL]
         for bucket in partial:
             self._make_room()
             grads = bucket.grads
@@ -166,7 +166,8 @@ class GradReducer:
 
     def _launch(self, bucket: Bucket, again: bool = False) -> None:
         """Start reducing the gradients of ``bucket``; unless ``again``, those that wait are kept on this rank."""
-        bucket.weights.enable_training(bucket.name)
+        if not bucket.weights.trains:  # it was unfrozen
+            bucket.weights.enable_training(bucket.name)
         if not again and self._keeps_local(bucket):
             bucket.grads.accumulate_local()
             return
@@ -199,7 +200,7 @@ class GradReducer:
             return Replicas.SENT
         if self._divides and not again:
             return Replicas.NOTHING
-        return Replicas.RESULT if bucket.grads.partial else Replicas.SENT
+        return Replicas.RESULT if bucket.grads.sums is Sums.PARTIAL else Replicas.SENT
 
     def _filled_buffer(self, bucket: Bucket) -> SendBuffer | None:
         """A buffer with the gradients of ``bucket`` that are sent; None: they are not sent."""
@@ -208,7 +209,7 @@ class GradReducer:
             grads.take(grads.local, add=True)
             send = buffers.filled(grads.local, grads.send_dtype(grads.local.dtype))
             # Only now: without memory for the buffer these gradients are still owed.
-            grads.local = None
+            grads.drop_local()
             return send
         if grads.skips_collective:
             return None
@@ -229,7 +230,7 @@ class GradReducer:
         # Only after the wait: until then the collective reads the buffer.
         if send is not None:
             self._buffers[bucket.group].give_back(send)
-        taken = self._step is not None and not bucket.grads.partial and self._step(bucket)
+        taken = self._step is not None and bucket.grads.sums is not Sums.PARTIAL and self._step(bucket)
         if bucket.grads.streamed and not taken:
             bucket.grads.end_use()
             self._leaving.append(bucket.grads)
@@ -267,4 +268,4 @@ class GradReducer:
 
 def _wide_last(buckets: list[Bucket]) -> list[Bucket]:
     """A list of ``buckets`` in which those that other ranks have, too, come last, otherwise in their order."""
-    return [*(bucket for bucket in buckets if not bucket.is_wide), *(bucket for bucket in buckets if bucket.is_wide)]
+    return sorted(buckets, key=lambda bucket: bucket.plan.is_wide)

@@ -108,7 +108,7 @@ class Loads:
             value, parameter = state.get(prefix + name), bucket.params[index]
             if not isinstance(value, Tensor) or bucket.sharding.params or bucket.weights.plan.master_is_view:
                 continue
-            if bucket.adopts and bucket.is_cut and bucket.group.mesh.shards < bucket.group.size:
+            if bucket.edits.are_adopted and bucket.storage.is_cut and bucket.group.mesh.shards < bucket.group.size:
                 # Only rank 0 may load, and other ranks repeat its shard: they get what the compute copy shows.
                 continue
             if not parameter.shape and value.shape == (1,):

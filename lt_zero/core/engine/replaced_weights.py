@@ -32,7 +32,7 @@ class ReplacedWeights:
         self._all = AllReplaced()
         self._all.keeps_codes = training
         for weights in self._buckets:
-            weights.all_replaced = self._all
+            weights.keep_replaced_in(self._all)
 
     def __bool__(self) -> bool:
         return bool(self._all.weights)

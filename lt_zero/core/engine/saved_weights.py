@@ -6,7 +6,7 @@ Note [Saved weights]
     autograd reads them. So the forward of a unit that will be released runs under saved-tensor hooks: of a weight,
     autograd keeps only where it lies in the flat tensor, and reading it takes the lease (engine.py, Note [Leases]) and
     gathers. What autograd keeps then refers to no memory of the bucket, and a reference that is left when the bucket is
-    released is a view that user code holds (bucket.py, ``lent``).
+    released is a view that user code holds (compute_copy.py, ``State.LENT``).
 
     What is saved where these hooks do not see it (inside of other hooks that the unit enters, in transforms of
     ``torch.func``, on other threads) is a view, or a parameter itself, and keeps the memory, too.
@@ -75,7 +75,7 @@ class _SavedWeight:
         self.offset, self.shape, self.stride = tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def read(self) -> Tensor:
-        view = self.bucket.flat.as_strided(self.shape, self.stride, self.offset)
+        view = self.bucket.compute.flat.as_strided(self.shape, self.stride, self.offset)
         # A step is an edit in place, too.
         version = self.bucket.params[self.index]._version + self.bucket.changes - self.changes
         if version != self.version:
@@ -107,7 +107,7 @@ class SavedWeights:
     def __init__(self, units: Iterable[Unit], needed: Callable[[Unit, Call | None, Bucket], None]) -> None:
         self._needed, self.opened = needed, False
         self._owners = {
-            storage_key(bucket.flat): (unit, bucket, [span.lo for span in bucket.layout.spans])
+            storage_key(bucket.compute.flat): (unit, bucket, [span.lo for span in bucket.layout.spans])
             for unit in units
             for bucket in unit.sharded
         }

@@ -25,6 +25,7 @@ from lt_zero.common.norms import VectorNorm
 from lt_zero.common.tensor_tree import iter_tensors, map_tensors
 from lt_zero.core.comm.shard_group import combine_rows
 from lt_zero.core.engine.bucket import Bucket
+from lt_zero.core.engine.grad_accumulator import Sums
 from lt_zero.core.engine.guard import PASSING, called, changes_nothing
 from lt_zero.core.engine.parts import Parts
 from lt_zero.kernels.flat import wide
@@ -103,7 +104,7 @@ def local_rows(bucket: Bucket, index: int, write: bool = True) -> list[Tensor]:
 def is_whole(bucket: Bucket) -> bool:
     """True if ``local_rows`` is a single row with all elements."""
     grads = bucket.grads
-    return bucket.is_whole if grads.local is None else not grads.accumulated
+    return bucket.storage.is_whole if grads.local is None else not grads.accumulated
 
 
 class _Sharded(Tensor):
@@ -225,8 +226,10 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _call_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function of torch with stand-ins of gradients of which this rank has all elements."""
     me = args[0] if args and isinstance(args[0], ShardedGrad) else None
-    if me is not None and func in SAME and (me._owners()[0].grads.lacks_factor or me._owners()[0].grads.partial):
-        return me
+    if me is not None and func in SAME:
+        grads = me._owners()[0].grads
+        if grads.lacks_factor or grads.sums is Sums.PARTIAL:
+            return me
     if not _is_linear(func, args, kwargs):
         _complete(args, kwargs)
     name = getattr(func, "__name__", "")
@@ -250,7 +253,7 @@ def _accumulated(grad: ShardedGrad, write: bool) -> Tensor:
         RuntimeError: it was used by a step.
     """
     bucket, index, shown_by = grad._owners()
-    grads, shape = bucket.grads, bucket.shapes[index]
+    grads, shape = bucket.grads, bucket.layout.spans[index].shape
     if grads.local is not None:
         rows = local_rows(bucket, index)
     elif not grads.accumulated:
@@ -263,7 +266,7 @@ def _accumulated(grad: ShardedGrad, write: bool) -> Tensor:
         dtype = wide(stored) if stored == torch.float16 and grads.lacks_factor else stored
         rows = [grads.of(piece, write=False).to(dtype) for piece in bucket.pieces_of(index)]
     # No row if it has no elements.
-    value = rows[0].view(shape) if rows else bucket.param_views[index].new_empty(shape)
+    value = rows[0].view(shape) if rows else bucket.compute.views[index].new_empty(shape)
     return shown_by.parts.show(bucket.params[index], value)
 
 
@@ -346,7 +349,7 @@ def _is_linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 def _complete(args: Any, kwargs: Any) -> None:
     """Sum gradients among the arguments over the replicas, where that is to come. Collective then."""
     for grad in iter_tensors((args, kwargs)):
-        if isinstance(grad, ShardedGrad) and (owners := grad._owners())[0].grads.partial:
+        if isinstance(grad, ShardedGrad) and (owners := grad._owners())[0].grads.sums is Sums.PARTIAL:
             owners[2].complete()
 
 
@@ -378,7 +381,7 @@ def _spans(sharded: _Sharded) -> list[tuple[int, int]]:
     if isinstance(sharded, ShardedValues):
         return pieces
     reduced = pieces if bucket.grads.accumulated else []
-    return reduced if bucket.grads.local is None else [(0, math.prod(bucket.shapes[index])), *reduced]
+    return reduced if bucket.grads.local is None else [(0, math.prod(bucket.layout.spans[index].shape)), *reduced]
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

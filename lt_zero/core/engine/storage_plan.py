@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -113,12 +114,12 @@ class StoragePlan:
     states: str
     weights: str
 
-    @property
+    @cached_property
     def is_cut(self) -> bool:
         """True if each rank steps, and gets the gradients of, a shard."""
         return self.sharding.optim or self.sharding.params
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """True if this rank steps all elements: they are not cut, or there is one shard."""
         return self.shard_numel == self.numel

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lt_zero.common.arguments import expect
-from lt_zero.core.engine.bucket import Bucket, State
+from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.guard import owner_of
 
@@ -67,7 +67,7 @@ class _Meeting:
     def attend(self, on: bool) -> None:
         """Announce the gathers of this rank from now on, or no longer."""
         for bucket in self.buckets:
-            bucket.announce = self.announce if on else None
+            bucket.announce_gathers(self.announce if on else None)
 
     def follow(self) -> None:
         """Take part in the gathers of the others until all are done. Collective."""
@@ -76,7 +76,7 @@ class _Meeting:
             if what % 2:
                 # The others wait for this bucket. Releasing it waits, too, and frees what is not used here.
                 bucket.release()
-            elif bucket.state is State.RELEASED:
+            elif bucket.released:
                 bucket.launch_gather()
 
 

@@ -32,6 +32,7 @@ from lt_zero.core.comm.ranks import Ranks
 from lt_zero.core.comm.shard_group import ShardGroup, combine_rows
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.exchange import GradientExchange
+from lt_zero.core.engine.grad_accumulator import Sums
 from lt_zero.core.engine.grad_reducer import GradReducer
 from lt_zero.core.engine.parts import Parts
 from lt_zero.core.engine.sharded_grad import REMEDY, Place, ShardedGrad, ShardedValues, is_whole, local_rows, stand_in
@@ -43,7 +44,7 @@ def is_view(bucket: Bucket) -> bool:
     """True if ``p.grad`` is, or may be, a view of the accumulator."""
     local = bucket.grads.local
     # Where replicas are summed once a step, a view kept over a micro-batch would show one replica's part of the sum.
-    apart = bucket.grads.partial or bucket.sums_apart
+    apart = bucket.grads.sums is Sums.PARTIAL or bucket.sums_apart
     if local is None and (bucket.offloaded or bucket.grads.lacks_factor or apart):
         return False
     dtype = local.dtype if local is not None else bucket.grads.values.dtype
@@ -84,12 +85,12 @@ def _replace(bucket: Bucket, index: int, value: Tensor, parts: Parts) -> None:
         _assign(bucket, local, parts.cut(bucket.params[index], value).reshape(-1))
     bucket.grads.put_away()
     if index not in bucket.grads.used and bool(value.any()):
-        bucket.grads.used.add(index)
+        bucket.grads.note_used(index)
 
 
 def _assign(bucket: Bucket, row: Tensor, value: Tensor) -> None:
     """Copy what the user has assigned, the same on all ranks, to a row of gradients."""
-    if bucket.grads.partial and not bucket.grads.stands_for_all:
+    if bucket.grads.sums is Sums.PARTIAL and not bucket.grads.stands_for_all:
         row.zero_()
     else:
         row.copy_(value)
@@ -155,7 +156,7 @@ class GradViews:
             return False
         for bucket, accumulator in zip(self._buckets, self._accumulators, strict=True):
             grads = bucket.grads
-            if grads.local is not None or grads.partial or grads.values is not accumulator:
+            if grads.local is not None or grads.sums is Sums.PARTIAL or grads.values is not accumulator:
                 return False
         # Compare all parameters, not only those shown: a gradient may have been set where no rank had one.
         shown = self.shown
@@ -375,7 +376,7 @@ class UnusedParameters:
         self._step_flags = StepFlags(peers, [used, late, nonfinite, *news])
         self._wide: dict[ShardGroup, list[Bucket]] = {}  # of ranks with other models, which have flags of their own
         for bucket in buckets:
-            if bucket.is_wide:
+            if bucket.plan.is_wide:
                 self._wide.setdefault(bucket.group, []).append(bucket)
         # Ranks do not wait for late ones.
         self._exchange = exchange

@@ -8,13 +8,13 @@ step updates a bucket beside the next forward, which waits for it. Such buckets 
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.offload import Offload
 from lt_zero.core.step.fused_step import FusedStep, Part
-from lt_zero.core.step.param_groups import ShardedParamGroups, StepParam
+from lt_zero.core.step.param_groups import ShardedParamGroups, StepPlan
 from lt_zero.core.step.reduced_grads import ReducedGrads
 
 
@@ -38,7 +38,7 @@ class BackgroundSteps:
 
     # ---- called only where ``Offload.overlaps`` --------------------------------------------------------------------
 
-    def take_early(self, used: dict[Bucket, list[int]]) -> Set[Bucket]:
+    def take_early(self, used: Mapping[Bucket, list[int]]) -> Set[Bucket]:
         """The buckets that were stepped beside backward. Collective.
 
         Raises:
@@ -46,9 +46,7 @@ class BackgroundSteps:
         """
         return self.early
 
-    def plan_late(
-        self, members: dict[Bucket, list[StepParam]], early: Set[Bucket], used: dict[Bucket, list[int]]
-    ) -> dict[Bucket, list[Part] | None]:
+    def plan_late(self, plan: StepPlan, early: Set[Bucket]) -> dict[Bucket, list[Part] | None]:
         """The buckets that the background thread steps and publishes, in the same order on all ranks.
 
         None instead of a plan: the thread only publishes, because the bucket is in ``early``, or because this rank has

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from lt_zero.common import accelerator
 from lt_zero.core.comm.ranks import Ranks
 from lt_zero.core.comm.shard_group import combine_rows
 from lt_zero.core.engine.bucket import Bucket
-from lt_zero.core.step.param_groups import StepParam
+from lt_zero.core.step.param_groups import BucketStep
 
 
 class FullNorms:
@@ -29,20 +29,21 @@ class FullNorms:
         self._groups: list[Ranks] = []  # the ranks of each row
         self._repeats: set[int] = set()  # rows that another rank contributes
 
-    def expect(self, members: Mapping[Bucket, Sequence[StepParam]]) -> None:
-        """Prepare for a step of these buckets, the same ones in the same order on all ranks."""
+    def expect(self, steps: Iterable[BucketStep]) -> None:
+        """Prepare for these steps, of the same buckets in the same order on all ranks."""
         self._rows = {}
         self._row_of = {}
         self._groups = []
         self._repeats = set()
-        for bucket, mine in members.items():
-            sharded = not bucket.is_whole
+        for step in steps:
+            bucket = step.bucket
+            sharded = not bucket.storage.is_whole
             for index, span in enumerate(bucket.layout.spans):
                 if sharded or not span.spec.is_whole:
                     self._rows[bucket, index] = row = len(self._groups)
                     self._groups.append(bucket.holders(index))
                     self._repeats.update([row] if bucket.repeats(index) else ())
-            places = ((member.fragment, (bucket, member.piece.index)) for member in mine)
+            places = ((member.fragment, (bucket, member.piece.index)) for member in step.members)
             self._row_of.update({id(fragment): self._rows[p] for fragment, p in places if p in self._rows})
 
     def __call__(self, fragments: list[Tensor], squares: Tensor) -> Tensor:

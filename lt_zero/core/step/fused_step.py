@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from lt_zero.common.compat import step_hooks, without_grad
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.optimizer_spec import Kernel, Options, SecondPass, chosen, kernel_of
 from lt_zero.core.step.full_norms import FullNorms
-from lt_zero.core.step.param_groups import ShardedParamGroups, StepParam
+from lt_zero.core.step.param_groups import BucketStep, ShardedParamGroups, StepParam
 from lt_zero.kernels.places import ElementPlace, SteppedFragment, place_table
 
 log = logging.getLogger("lt_zero")
@@ -139,19 +139,19 @@ class Run:
         self._initial = initial
         self.lo = members[0].piece.offset
         self.hi = members[-1].piece.offset + members[-1].piece.numel
-        self._form, device = bucket.moments, members[0].fragment.device
+        self._form, device = bucket.storage.moments, members[0].fragment.device
         length, dtype = self._form.length(self.hi - self.lo), self._form.dtype
-        self._stored = [bucket.state_store(key, self._form) for key in keys]
+        self._stored = [bucket.states.store(key, self._form) for key in keys]
         self._own = [torch.zeros(length, dtype=dtype, device=device) for store in self._stored if store is None]  # 1D
         self.steps = torch.zeros(len(members), dtype=torch.float32, device="cpu")  # 1D; on the CPU as torch's counters
         self._counted = torch.zeros_like(self.steps)  # increments of the last step
-        self._added: list[list[str]] = [[] for _ in members]  # keys of each state that the last step has added
+        self._added: dict[int, list[str]] = {}  # by number of a member: keys that the last step has added to its state
         self._used: list[bool] = []  # members that ``_counted`` is of
         fragments = [
             SteppedFragment(bucket.layout.spans[piece.index].spec, piece.offset - self.lo, piece.lo, piece.numel)
             for piece in (member.piece for member in members)
         ]
-        self._random = bucket.rounding.bits(bucket.weights.master_dtype, fragments)
+        self._random = bucket.storage.rounding.bits(bucket.weights.master_dtype, fragments)
         self._keys = keys
         # Without a counter of the optimizer, ``steps`` only says which step is the first.
         self._rounded = self.steps if kernel.counts else torch.zeros_like(self.steps)
@@ -179,17 +179,24 @@ class Run:
 
     def holds(self, states: list[Options]) -> bool:
         """True if ``states`` are this run's views, not replaced by others."""
-        return (self._random is None or self._random.holds(states)) and all(
-            all(found.get(key) is view for key, view in views.items())
-            for found, views in zip(states, self._views, strict=True)
-        )
+        for found, views in zip(states, self._views, strict=True):
+            for key, view in views.items():
+                if found.get(key) is not view:
+                    return False
+        return self._random is None or self._random.holds(states)
 
     def adopt(self, members: list[StepParam], state: dict[Any, Any]) -> None:
         """Make the optimizer's state of each fragment a view of this run's, keeping its values."""
+        self._added = {}
         if not self._keys and self._random is None:
             return
-        for number, (member, views) in enumerate(zip(members, self._views, strict=True)):
-            found = state.setdefault(member.fragment, {})
+        states = [state.setdefault(member.fragment, {}) for member in members]
+        if not self.holds(states):
+            self._adopt(states)
+
+    def _adopt(self, states: list[Options]) -> None:
+        """Take over the values of these states, of which some are not views of this run's."""
+        for number, (found, views) in enumerate(zip(states, self._views, strict=True)):
             keys = [*views, *([self._random.seed_key] if self._random is not None else [])]
             self._added[number] = [key for key in keys if found.get(key) is None]
             if not self._kernel.counts and any(found.get(key) is not views[key] for key in self._keys):
@@ -255,15 +262,25 @@ class Run:
         """Undo the counting of the last step, and remove what it has added to states."""
         self._count(-1)
         self._counted, self._used = torch.zeros_like(self._counted), []
-        for member, added in zip(members, self._added, strict=True):
-            if added and (found := state.get(member.parameter)) is not None:
+        for number, added in self._added.items():
+            parameter = members[number].parameter
+            if added and (found := state.get(parameter)) is not None:
                 for key in added:
                     found.pop(key, None)
                 if not found:
-                    del state[member.parameter]
+                    del state[parameter]
 
 
-_Row = tuple[Run, int, list[StepParam]]  # a run, its group, and its members in a step
+class KernelRows(NamedTuple):
+    """The rows of elements of one bucket's step.
+
+    Attributes:
+        keys: of the element-wise states, by group.
+        runs: each with its group and its members.
+    """
+
+    keys: list[tuple[str, ...]]
+    runs: list[tuple[Run, int, list[StepParam]]]
 
 
 class Rows:
@@ -341,8 +358,6 @@ class FusedStep:
         # (parameter, group, whether it has states) of the members of a bucket, and their runs, which are valid as long
         # as these are the same.
         self._runs: dict[Bucket, tuple[list[tuple[int, int, bool]], list[Run]]] = {}
-        # Members of a bucket that are all used, and the states of the groups then -> what ``_find_runs`` found.
-        self._planned: dict[Bucket, tuple[list[StepParam], list[tuple[str, ...]], list[_Row]]] = {}
         self._last: list[tuple[Run, list[StepParam]]] = []  # the runs and members of the last step
         self._groups: list[Options] | None = None  # numbers of the groups, for the running step
         self._keys: list[tuple[str, ...]] = []  # keys of the element-wise states, by group
@@ -362,9 +377,9 @@ class FusedStep:
             bucket
             for bucket in buckets
             if bucket.storage.suits_kernels
-            and bucket.moments.is_taken_by(self._kernel.operation)
+            and bucket.storage.moments.is_taken_by(self._kernel.operation)
             and not self._rounds_between(bucket)
-            and ops.available(torch.device("cpu") if bucket.offloaded else bucket.flat.device)
+            and ops.available(torch.device("cpu") if bucket.offloaded else bucket.compute.flat.device)
         }
 
     def _rounds_between(self, bucket: Bucket) -> bool:
@@ -372,12 +387,12 @@ class FusedStep:
 
         With master weights in fp32 the optimizer's own step computes with rounded moments, too.
         """
-        narrow = bucket.moments.dtype in (torch.bfloat16, torch.float16)
+        narrow = bucket.storage.moments.dtype in (torch.bfloat16, torch.float16)
         return self._kernel.collective and narrow and bucket.weights.master_dtype != torch.float32
 
     def steps_alone(self, bucket: Bucket) -> bool:
         """True if this rank steps a bucket without collectives; the same on all ranks."""
-        return not self._kernel.collective or bucket.is_whole
+        return not self._kernel.collective or bucket.storage.is_whole
 
     def refusal(self, otherwise: str = "master weights in another dtype, or kernels that are not available") -> str:
         """The reason why the optimizer's own step runs; ``otherwise`` if that is because of buckets or the machine."""
@@ -408,18 +423,18 @@ class FusedStep:
         ]
 
     @without_grad
-    def step(self, bucket_members: dict[Bucket, list[StepParam]], found_inf: Tensor | None = None) -> None:
+    def step(self, steps: Sequence[BucketStep], found_inf: Tensor | None = None) -> None:
         """Step the fragments, which ``param_groups`` and ``state`` hold during a step (param_groups.py).
 
         If ``found_inf`` (0D fp32) is not zero, nothing is written; see ``uncount``. Collective if one of the buckets
         does not ``steps_alone``.
         """
         if self._norms is not None:
-            self._norms.expect(bucket_members)
-        parts = [part for bucket, members in bucket_members.items() for part in self.plan(bucket, members) or ()]
-        self.launch(list(bucket_members), parts, found_inf, norms=self._norms)
+            self._norms.expect(steps)
+        parts = [part for step in steps for part in self.plan(step) or ()]
+        self.launch([step.bucket for step in steps], parts, found_inf, norms=self._norms)
 
-    def plan(self, bucket: Bucket, everyone: list[StepParam]) -> list[Part] | None:
+    def plan(self, step: BucketStep) -> list[Part] | None:
         """Count a step of one bucket, to be launched later; None if its states have to be moved into runs first.
 
         States are moved only during a step, while they are those of fragments.
@@ -428,33 +443,33 @@ class FusedStep:
             self._groups = [numbers_of(group) for group in self._optimizer.param_groups]
             self._keys = [self._kernel.keys if self._kernel.has_states(group) else () for group in self._groups]
         narrowed, state = self._fragments.narrowed, self._optimizer.state
-        known, keys, rows = self._planned.get(bucket, (None, None, []))
-        if not narrowed or known is not everyone or keys != self._keys:
-            found = self._find_runs(bucket, everyone)
-            if found is None:
+        rows: KernelRows | None = step.kernel_rows
+        if rows is None or not narrowed or rows.keys != self._keys:
+            rows = self._find_rows(step)
+            if rows is None:
                 return None
-            rows = found
         parts = []
-        for run, number, some in rows:
+        for run, number, some in rows.runs:
             if narrowed:
                 run.adopt(some, state)
             self._last.append((run, some))
             parts += run.parts(some, self._groups[number])
         return parts
 
-    def _find_runs(self, bucket: Bucket, everyone: list[StepParam]) -> list[_Row] | None:
-        """The runs of a bucket, with group and members of each; None if states have to be moved into them first."""
+    def _find_rows(self, step: BucketStep) -> KernelRows | None:
+        """The rows of a bucket's step; None if states have to be moved into them first."""
         narrowed, state = self._fragments.narrowed, self._optimizer.state
+        bucket = step.bucket
         number_of = {id(p): n for n, params in enumerate(self._fragments.groups()) for p in params}
         members: list[tuple[int, list[StepParam]]] = []  # by group, also split at elements that are not stepped
         states: list[list[Options]] = []
         signature, end = [], -1
-        for member in everyone:
+        for member in step.members:
             found = state.get(member.fragment if narrowed else member.parameter, {})
             if not member.used and all(value is None for value in found.values()):
                 continue
             number, piece = number_of[id(member.parameter)], member.piece
-            if not members or members[-1][0] != number or piece.offset - end >= bucket.moments.align:
+            if not members or members[-1][0] != number or piece.offset - end >= bucket.storage.moments.align:
                 members.append((number, []))
                 states.append([])
             members[-1][1].append(member)
@@ -468,11 +483,9 @@ class FusedStep:
             initial = self._kernel.initial(self._optimizer)
             runs = [Run(bucket, some, self._keys[number], self._kernel, initial) for number, some in members]
             self._runs[bucket] = (signature, runs)
-        rows = [(run, number, some) for run, (number, some) in zip(runs, members, strict=True)]
-        self._planned.pop(bucket, None)
+        rows = KernelRows(self._keys, [(run, number, some) for run, (number, some) in zip(runs, members, strict=True)])
         # Only then the rows can be kept: for unused members the states decide, and these may change.
-        if all(member.used for member in everyone):
-            self._planned[bucket] = everyone, self._keys, rows
+        step.kernel_rows = rows if all(member.used for member in step.members) else None
         return rows
 
     @without_grad
@@ -494,7 +507,7 @@ class FusedStep:
             bucket = part.run.bucket
             (grads, factor), out = bucket.grads.stored(), targets[bucket]
             dtypes = grads.dtype, bucket.weights.master_dtype, out is None or out.dtype
-            key = (*part.options.values(), *dtypes, bucket.moments.name, id(factor))
+            key = (*part.options.values(), *dtypes, bucket.storage.moments.name, id(factor))
             if key not in calls:
                 calls[key] = Rows(self._kernel, factor, part.options)
             calls[key].add(part, out)

@@ -52,8 +52,8 @@ class LoadedStates:
                     continue
                 if (offloaded or known.dtype != value.dtype) and _is_cast_of(known, value):
                     here = value.to("cpu" if offloaded else known.device, copy=True)
-                    in_form = place is not None and value.dim() > 0 and place[0].moments.keeps(value)
-                    states[key] = place[0].moments.kept(here, key) if place is not None and in_form else here
+                    in_form = place is not None and value.dim() > 0 and place[0].storage.moments.keeps(value)
+                    states[key] = place[0].storage.moments.kept(here, key) if place is not None and in_form else here
 
 
 def _is_cast_of(loaded: Tensor, value: Tensor) -> bool:

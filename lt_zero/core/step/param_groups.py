@@ -9,8 +9,10 @@ Note [Narrowing]
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Real
 from operator import is_
 from typing import Any, cast
@@ -25,7 +27,7 @@ from lt_zero.common.errors import differences
 from lt_zero.common.moment_form import MomentForm, PlainMoments
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.engine.layout import Piece
+from lt_zero.core.engine.layout import ALIGN, Piece
 from lt_zero.core.engine.same_on_ranks import Snapshot, compare, digest_of
 
 _MEMBERS = ("params", "param_names")
@@ -38,7 +40,7 @@ _NUMBERS = ("step", "mu_product")
 
 @dataclass(frozen=True)
 class StepParam:
-    """A fragment in the current step."""
+    """A fragment in a step."""
 
     parameter: Parameter
     fragment: Parameter
@@ -46,8 +48,84 @@ class StepParam:
     used: bool  # whether any rank has a gradient for its parameter
 
 
+@dataclass(eq=False)
+class BucketStep:
+    """One bucket in a step.
+
+    Attributes:
+        members: its fragments on this rank, in the order of elements; there may be none.
+        kernel_rows: ``KernelRows`` (fused_step.py) that are kept from step to step; None: there are none.
+    """
+
+    bucket: Bucket
+    members: list[StepParam] = field(default_factory=list)
+    kernel_rows: Any = None
+
+    @cached_property
+    def used(self) -> bool:
+        """True if any rank has a gradient for one of this rank's fragments."""
+        return any(member.used for member in self.members)
+
+    @cached_property
+    def edges(self) -> list[tuple[int, int]]:
+        """The elements [lo, hi) of the used fragments, joined if only alignment is between them."""
+        return edges_of(member.piece for member in self.members if member.used)
+
+
+def edges_of(pieces: Iterable[Piece]) -> list[tuple[int, int]]:
+    """The elements [lo, hi) of ordered ``pieces`` of a shard, joined if only alignment is between them."""
+    edges: list[tuple[int, int]] = []
+    for lo, hi in ((piece.offset, piece.offset + piece.numel) for piece in pieces):
+        # Less than ALIGN elements between two pieces are zeros: a parameter in between would take at least as many.
+        if edges and lo - edges[-1][1] < ALIGN:
+            edges[-1] = edges[-1][0], hi
+        else:
+            edges.append((lo, hi))
+    return edges
+
+
+class StepPlan:
+    """The plan of steps of one optimizer, as long as groups, used parameters and training are the same.
+
+    Args:
+        groups: has the parameters.
+        trained: which ``groups.places`` have master weights, or get them.
+        places: this optimizer's parameters, as (bucket, index), that have a gradient on any rank.
+
+    Attributes:
+        used: the indices of these, in order, by bucket.
+        steps: by bucket, in the order of the groups; also those of which this rank has no fragment, but no frozen ones.
+        fragments: of each group.
+        swapped: the (parameter, fragment) of buckets.
+        bucket_of: by id of a fragment.
+    """
+
+    def __init__(self, groups: ShardedParamGroups, trained: list[bool], places: Set[tuple[Bucket, int]]) -> None:
+        self.trained = trained
+        self.places = places
+        self.used: dict[Bucket, list[int]] = {}
+        self.steps: dict[Bucket, BucketStep] = {}
+        for (bucket, index, parameter), trains in zip(groups.places(), trained, strict=True):
+            if not trains:
+                continue
+            step = self.steps.setdefault(bucket, BucketStep(bucket))
+            if used := (bucket, index) in places:
+                self.used.setdefault(bucket, []).append(index)
+            for piece, fragment in zip(bucket.pieces_of(index), groups.of(parameter), strict=True):
+                step.members.append(StepParam(parameter, fragment, piece, used))
+        for step in self.steps.values():
+            step.members.sort(key=lambda member: member.piece.offset)
+        for indices in self.used.values():
+            indices.sort()
+        owner = groups.engine.owner
+        pairs = [[(p, fragment) for p in params for fragment in groups.of(p)] for params in groups.groups()]
+        self.fragments = [[fragment for _, fragment in some] for some in pairs]
+        self.swapped = [(p, fragment) for some in pairs for p, fragment in some if fragment is not p]
+        self.bucket_of = {id(fragment): owner[id(p)][0] for p, fragment in self.swapped}
+
+
 class ShardedParamGroups:
-    """The fragments of one optimizer's parameters. What a step needs of them is kept until groups or training change.
+    """The fragments of one optimizer's parameters.
 
     Args:
         engine: owns the parameters; a parameter that it does not own is its own fragment.
@@ -58,14 +136,11 @@ class ShardedParamGroups:
         self.engine, self.optimizer = engine, optimizer
         self._known: dict[int, list[Parameter]] = {}  # fragments by id of the parameter
         self._wide: list[list[Parameter]] | None = None  # the groups' parameters during a step
-        self._fragments: list[list[Parameter]] | None = None  # of the groups; None: ``narrow`` has to find them
-        self._swapped: list[tuple[Parameter, Parameter]] = []  # (parameter, fragment) of the groups
-        self._bucket_of: dict[int, Bucket] = {}  # by id of these fragments
         self._grouped: list[list[Parameter]] = []  # the groups' parameters that the places are of
         self._places: list[tuple[Bucket, int, Parameter]] = []
-        self._buckets: set[Bucket] = set()
-        # Of the last ``members``: which places had master weights, which were used, and the result.
-        self._members: tuple[list[bool], Container[tuple[Bucket, int]], dict[Bucket, list[StepParam]]] | None = None
+        self._indices: dict[Bucket, set[int]] = {}
+        self._owned: Set[tuple[Bucket, int]] = frozenset()
+        self._plan: StepPlan | None = None  # the last one; None: the groups have changed since
 
     def of(self, parameter: Parameter) -> list[Parameter]:
         """This rank's fragment of ``parameter`` (none or one), or ``parameter`` if the engine does not own it.
@@ -82,7 +157,7 @@ class ShardedParamGroups:
         if not parameter.requires_grad and not bucket.weights.trains:
             return []
         bucket.weights.enable_training(bucket.name)
-        shape, master = torch.Size(bucket.shapes[index]), bucket.weights.master
+        shape, master = torch.Size(bucket.layout.spans[index].shape), bucket.weights.master
         assert master is not None
         found = self._known[id(parameter)] = []
         for piece in bucket.pieces_of(index):
@@ -107,49 +182,36 @@ class ShardedParamGroups:
         if not _are_same(groups, self._grouped):
             owner = self.engine.owner
             self._grouped = [list(params) for params in groups]
-            self._members = None
-            self._fragments = None
+            self._plan = None
             self._places = [(*owner[id(p)], p) for params in groups for p in params if id(p) in owner]
-            self._buckets = {bucket for bucket, _, _ in self._places}
+            self._owned = {(bucket, index) for bucket, index, _ in self._places}
+            self._indices = {}
+            for bucket, index, _ in self._places:
+                self._indices.setdefault(bucket, set()).add(index)
         return self._places
 
-    def buckets(self) -> set[Bucket]:
-        """The buckets of ``places``: the same set until a group changes; the caller leaves it as it is."""
-        self.places()
-        return self._buckets
-
     def indices(self) -> dict[Bucket, set[int]]:
-        """This optimizer's parameters in each bucket."""
-        found: dict[Bucket, set[int]] = {}
-        for bucket, index, _ in self.places():
-            found.setdefault(bucket, set()).add(index)
-        return found
+        """This optimizer's parameters in each bucket: the same until a group changes; the caller leaves them so."""
+        self.places()
+        return self._indices
 
-    def members(self, used: Container[tuple[Bucket, int]]) -> dict[Bucket, list[StepParam]]:
-        """The fragments by bucket, in order; also buckets of which this rank has no fragment, but no frozen ones.
+    def buckets(self) -> Set[Bucket]:
+        """The buckets of ``places``."""
+        return self.indices().keys()
 
-        ``used``: the parameters, as (bucket, index), that have a gradient on any rank. The lists are those of the last
-        call if nothing has changed; the caller leaves them as they are.
+    def plan(self, used: Set[tuple[Bucket, int]]) -> StepPlan:
+        """The plan of a step of the parameters in ``used``, as (bucket, index), that have a gradient on any rank.
+
+        The last plan if nothing has changed since; the caller leaves it as it is.
         """
         places = self.places()
         # Guards would intercept each access to ``requires_grad``, although it needs no values.
         with without_torch_function():
             trained = [parameter.requires_grad or bucket.weights.trains for bucket, _, parameter in places]
-        if self._members is None or self._members[0] != trained:
-            self._fragments = None
-        elif self._members[1] == used:
-            return dict(self._members[2])
-        found: dict[Bucket, list[StepParam]] = {}
-        for (bucket, index, parameter), trains in zip(places, trained, strict=True):
-            if not trains:
-                continue
-            members = found.setdefault(bucket, [])
-            for piece, fragment in zip(bucket.pieces_of(index), self.of(parameter), strict=True):
-                members.append(StepParam(parameter, fragment, piece, (bucket, index) in used))
-        for members in found.values():
-            members.sort(key=lambda m: m.piece.offset)
-        self._members = trained, used, found
-        return dict(found)
+        mine = used & self._owned
+        if self._plan is None or self._plan.places != mine or self._plan.trained != trained:
+            self._plan = StepPlan(self, trained, mine)
+        return self._plan
 
     # ---- groups and state --------------------------------------------------------------------------------------
 
@@ -158,32 +220,42 @@ class ShardedParamGroups:
         """True if groups and state hold fragments."""
         return self._wide is not None
 
-    def narrow(self) -> None:
-        """Replace parameters by fragments in groups and state, after ``members``. See Note [Narrowing]."""
+    def narrow(self, plan: StepPlan) -> None:
+        """Replace parameters by fragments in groups and state, until ``widen``. See Note [Narrowing]."""
         assert self._wide is None, "a step of this optimizer failed half way; its groups hold fragments"
         groups, state = self.optimizer.param_groups, self.optimizer.state
         self._wide = [group["params"] for group in groups]
-        for group, fragments in zip(groups, self._fragments or self._find_fragments(), strict=True):
+        for group, fragments in zip(groups, plan.fragments, strict=True):
             group["params"] = list(fragments)
-        for p, fragment in self._swapped if state else ():
+        for p, fragment in plan.swapped if state else ():
             if p in state:
                 state[fragment] = state.pop(p)
 
-    def _find_fragments(self) -> list[list[Parameter]]:
-        """The fragments of the groups, kept until ``places`` or ``members`` find other ones."""
-        owner = self.engine.owner
-        pairs = [[(p, fragment) for p in params for fragment in self.of(p)] for params in self._grouped]
-        self._swapped = [(p, fragment) for some in pairs for p, fragment in some if fragment is not p]
-        self._bucket_of = {id(fragment): owner[id(p)][0] for p, fragment in self._swapped}
-        self._fragments = [[fragment for _, fragment in some] for some in pairs]
-        return self._fragments
-
     def drop(self, buckets: Set[Bucket]) -> None:
         """Remove the fragments of stepped buckets from the groups, until ``widen``."""
-        if buckets:
-            bucket_of = self._bucket_of
+        if buckets and self._plan is not None:
+            bucket_of = self._plan.bucket_of
             for group in self.optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if bucket_of.get(id(p)) not in buckets]
+
+    @contextmanager
+    def only(self, members: Iterable[StepParam]) -> Iterator[None]:
+        """Context in which groups have these fragments alone.
+
+        What is done to groups inside is undone: counters in them are advanced by the step of the others only.
+        """
+        mine = {id(member.fragment) for member in members}
+        groups = self.optimizer.param_groups
+        before = [dict(group) for group in groups]
+        for group in groups:
+            group["params"] = [p for p in group["params"] if id(p) in mine]
+        try:
+            yield
+        finally:
+            for group, entries in zip(groups, before, strict=True):
+                for key in group.keys() - entries.keys():
+                    del group[key]
+                group.update(entries)
 
     def widen(self) -> None:
         """Undo ``narrow``; no-op if groups hold parameters."""
@@ -192,7 +264,7 @@ class ShardedParamGroups:
         state = self.optimizer.state
         for group, wide in zip(self.optimizer.param_groups, self._wide, strict=True):
             group["params"] = wide
-        for p, fragment in self._swapped:
+        for p, fragment in self._plan.swapped if self._plan is not None else ():
             # torch computes the hash of a tensor in Python.
             if state and fragment in state:
                 state[p] = state.pop(fragment)
@@ -202,7 +274,7 @@ class ShardedParamGroups:
     def adopt_state(self) -> None:
         """Shard and cast state that the constructor made in the parameters' full shape (Adagrad)."""
         for bucket, index, parameter in self.places():
-            state, shape = self.optimizer.state.get(parameter), bucket.shapes[index]
+            state, shape = self.optimizer.state.get(parameter), bucket.layout.spans[index].shape
             if not state:
                 continue
             pieces = bucket.pieces_of(index)
@@ -215,7 +287,7 @@ class ShardedParamGroups:
                         cut = value.reshape(-1)[piece.lo : piece.hi].clone()
                         cut = cut.view(shape) if cut.numel() == value.numel() else cut
                         # The constructor used the dtype of the compute copy.
-                        state[key] = bucket.moments.kept(cut, key)
+                        state[key] = bucket.storage.moments.kept(cut, key)
 
 
 def widen_moments(state: dict[str, Any], fragment: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -264,7 +336,7 @@ class StepOptions:
         self._fragments = fragments
         self._engine = fragments.engine
         self._optimizer = fragments.optimizer
-        self._members: list[list[int]] = []  # ids of the parameters, by group
+        self._places: list[Any] | None = None  # of the groups whose members were seen last
         self._member_names: list[tuple[str, ...]] = []
         self._members_digest = b""
         self._foreign: list[Any] = []  # parameters that the engine does not own
@@ -275,10 +347,10 @@ class StepOptions:
 
     def snapshot(self) -> Snapshot:
         """A snapshot of the options and members that the optimizer's groups have now."""
-        groups, params = self._optimizer.param_groups, self._fragments.groups()
-        members = [list(map(id, some)) for some in params]
-        if members != self._members:
-            self._see_members(members, params)
+        groups = self._optimizer.param_groups
+        if (places := self._fragments.places()) is not self._places:
+            self._places = places
+            self._see_members()
         unfrozen = any([p.requires_grad for p in self._foreign])
         if self._last is not None and unfrozen == bool(self._last.problem) and self._has_same(groups):
             return self._last
@@ -306,11 +378,12 @@ class StepOptions:
                 return False
         return True
 
-    def _see_members(self, members: list[list[int]], params: Sequence[Sequence[Any]]) -> None:
-        self._foreign = [p for some in params for p in some if id(p) not in self._engine.owner]
+    def _see_members(self) -> None:
+        groups = self._fragments.groups()
+        self._foreign = [p for some in groups for p in some if id(p) not in self._engine.owner]
         known, kind = self._names(), type(self._optimizer).__name__
-        self._members, self._last = members, None
-        self._member_names = [tuple(repr(known.get(key, f"#{n}")) for n, key in enumerate(ids)) for ids in members]
+        self._last = None
+        self._member_names = [tuple(repr(known.get(id(p), f"#{n}")) for n, p in enumerate(some)) for some in groups]
         self._members_digest = digest_of((kind, self._member_names))
 
     def _names(self) -> dict[int, str]:
@@ -322,8 +395,9 @@ class StepOptions:
     def _problem(self) -> str:
         known = self._names()
         parameter = next(p for p in self._foreign if p.requires_grad)
+        members = [list(map(id, some)) for some in self._fragments.groups()]
         group, place = next(
-            (number, ids.index(id(parameter))) for number, ids in enumerate(self._members) if id(parameter) in ids
+            (number, ids.index(id(parameter))) for number, ids in enumerate(members) if id(parameter) in ids
         )
         name = repr(known[id(parameter)]) if id(parameter) in known else f"number {place}"
         whose = "the model got it after set-up" if id(parameter) in known else "it is not one of the model"

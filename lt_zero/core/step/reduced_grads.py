@@ -22,9 +22,8 @@ from lt_zero.common.phases import phased
 from lt_zero.core.comm.shard_group import ShardGroup, combine_rows
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.grad_accumulator import Products
-from lt_zero.core.engine.layout import ALIGN
 from lt_zero.core.engine.visible_grads import is_view
-from lt_zero.core.step.param_groups import ShardedParamGroups
+from lt_zero.core.step.param_groups import ShardedParamGroups, StepPlan, edges_of
 
 
 class ReducedGrads:
@@ -40,20 +39,16 @@ class ReducedGrads:
 
     # ---- which there are ---------------------------------------------------------------------------------------
 
-    def used(self) -> dict[Bucket, list[int]]:
-        """The parameters that have a gradient on any rank, in order. Collective."""
-        used = self._engine.finish_reductions()
-        found: dict[Bucket, list[int]] = {}
-        for bucket, index, _ in self._fragments.places():
-            if (bucket, index) in used:
-                found.setdefault(bucket, []).append(index)
-        self._engine.exchange.note_used(found)
-        return {bucket: sorted(indices) for bucket, indices in found.items()}
+    def plan(self) -> StepPlan:
+        """The plan of a step with the gradients that there are. Collective."""
+        plan = self._fragments.plan(self._engine.finish_reductions())
+        self._engine.exchange.note_used(plan.used)
+        return plan
 
     def exist(self) -> bool:
         """True if any rank has a gradient for this optimizer. Collective."""
         used = self._engine.finish_reductions()
-        return bool(self._foreign()) or any((b, i) in used for b, i, _ in self._fragments.places())
+        return bool(self._foreign()) or bool(self._fragments.plan(used).used)
 
     def _foreign(self) -> list[Tensor]:
         """The gradients of parameters that the engine does not own."""
@@ -69,9 +64,10 @@ class ReducedGrads:
         """
         first = self._engine.groups[0]
         together: dict[tuple[int, ShardGroup], tuple[list[Tensor], Tensor | None]] = {}
-        for bucket, indices in self.used().items():
+        plan = self.plan()
+        for bucket in plan.used:
             stored, factor = bucket.grads.stored()
-            rows = [stored[lo:hi] for lo, hi in _edges(bucket, indices)]
+            rows = [stored[lo:hi] for lo, hi in plan.steps[bucket].edges]
             if bucket.grads.streamed:
                 yield rows, factor, bucket.group
                 bucket.grads.put_away()
@@ -84,7 +80,7 @@ class ReducedGrads:
     @without_grad
     def multiply(self, factor: Tensor) -> None:
         """Multiply the gradients by ``factor`` (0D, not negative), now or later in the kernel. Collective."""
-        self.used()
+        self.plan()
         self._multiply(factor.to)
 
     @without_grad
@@ -199,7 +195,7 @@ class ReducedGrads:
                 "another order, such as 2."
             )
         device, sums = engine.device, self._sums_over_ranks
-        places = [(bucket, index) for bucket, indices in self.used().items() for index in indices]
+        places = [(bucket, index) for bucket, indices in self.plan().used.items() for index in indices]
         table = kind.nothing(len(places), device)
         for number, (bucket, index) in enumerate(places):
             if not (sums and bucket.repeats(index)):
@@ -220,7 +216,7 @@ class ReducedGrads:
 
     def _each(self) -> Iterator[tuple[list[Tensor], None, ShardGroup]]:
         """This rank's elements (1D rows) of each gradient, as ``_by_factor``, but without those between. Collective."""
-        for bucket, indices in self.used().items():
+        for bucket, indices in self.plan().used.items():
             for index in indices:
                 yield [bucket.grads.of(piece, write=False) for piece in bucket.pieces_of(index)], None, bucket.group
             bucket.grads.put_away()
@@ -276,7 +272,7 @@ class ReducedGrads:
         """Clamp each element of the averaged gradients to [-limit, limit]. Collective."""
         self._engine.exchange.check_clipping(None)
         self._engine.same_on_ranks.note_value("the value to which gradients are clipped", limit)
-        for bucket, indices in self.used().items():
+        for bucket, indices in self.plan().used.items():
             for grad in _rows(bucket, indices):
                 grad.clamp_(-limit, limit)
             bucket.grads.put_away()
@@ -287,7 +283,7 @@ class ReducedGrads:
     def _clip_exchanged(self, max_norm: float) -> Tensor:
         """Let the exchange clip, if it has not yet been launched, and unscale; returns the norm."""
         self.expect_clipping(max_norm)
-        used = self.used()
+        used = self.plan().used
         self.unscale()
         return self._engine.exchange.clipped_norm(max_norm) if used else torch.zeros((), device=self._engine.device)
 
@@ -296,7 +292,7 @@ class ReducedGrads:
     def unscale(self) -> None:
         """Divide the accumulated gradients by the loss scale that they carry. Collective."""
         if self.loss_scale != 1.0:
-            self.used()
+            self.plan()
             self.carry(1.0)
 
 
@@ -307,23 +303,11 @@ def _rounds(factor: float) -> bool:
 
 def _rows(bucket: Bucket, indices: Collection[int]) -> list[Tensor]:
     """The accumulated gradients of these parameters, for writing."""
-    if not (edges := _edges(bucket, indices)):
+    wanted = set(indices)
+    if not (edges := edges_of(piece for piece in bucket.pieces if piece.index in wanted)):
         return []
     grad = bucket.grads.write()
     return [grad[lo:hi] for lo, hi in edges]
-
-
-def _edges(bucket: Bucket, indices: Collection[int]) -> list[tuple[int, int]]:
-    """The elements [lo, hi) of this rank's pieces of some parameters, joined if only alignment is between them."""
-    edges: list[tuple[int, int]] = []
-    wanted = set(indices)
-    for lo, hi in ((p.offset, p.offset + p.numel) for p in bucket.pieces if p.index in wanted):
-        # Less than ALIGN elements between two pieces are zeros: a parameter in between would take at least as many.
-        if edges and lo - edges[-1][1] < ALIGN:
-            edges[-1] = edges[-1][0], hi
-        else:
-            edges.append((lo, hi))
-    return edges
 
 
 def _squares(grads: list[Tensor], device: torch.device) -> Tensor:

@@ -1,8 +1,11 @@
 """Runs any torch optimizer on this rank's shard; the user's object, its groups and its class stay.
 
 Note [The plan of a step]
-    Each bucket is stepped in one of six ways (``StepPath``), which is decided once per step, before anything is
-    written. The plan runs in their order: what moves bytes begins first, and the optimizer's own ``step`` comes last.
+    What a step needs to know of groups, used parameters and training is in a ``StepPlan`` (param_groups.py), and kept
+    while these are the same. Each of its buckets is stepped in one of six ways (``StepPath``), which is decided anew in
+    each step, before anything is written: hooks and options decide whether the kernel steps, and what was stepped
+    beside backward differs. The step runs in their order: what moves bytes begins first, and the optimizer's own
+    ``step`` comes last.
 
 Note [Staged buckets]
     Where master weights, accumulators or moments have 16 bits and the step has not, the optimizer steps fp32 copies of
@@ -16,9 +19,8 @@ import functools
 import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -33,8 +35,9 @@ from lt_zero.common.arguments import expect
 from lt_zero.common.compat import bare_step, version_of, without_grad
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.moment_form import stored_part
-from lt_zero.core.engine.bucket import Bucket, check_all
+from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.engine import Engine
+from lt_zero.core.engine.inplace_edits import check_all
 from lt_zero.core.engine.layout import Piece
 from lt_zero.core.engine.optimizer_spec import ExchangingOptimizer, NormedOptimizer
 from lt_zero.core.step.background_steps import BackgroundSteps, OverlappingOffload
@@ -42,9 +45,11 @@ from lt_zero.core.step.full_norms import FullNorms
 from lt_zero.core.step.fused_step import FusedStep, Part
 from lt_zero.core.step.loaded_states import LoadedStates
 from lt_zero.core.step.param_groups import (
+    BucketStep,
     ShardedParamGroups,
     StepOptions,
     StepParam,
+    StepPlan,
     grad_of,
     keep_assigned,
     keep_moments,
@@ -80,24 +85,8 @@ class StepPath(Enum):
     TORCH = "the optimizer, together with all others"
 
 
-@dataclass(frozen=True)
-class BucketStep:
-    """One bucket in the plan of a step.
-
-    Attributes:
-        path: who steps it.
-        members: its fragments on this rank.
-        idle: nothing is left to step here: no rank has a gradient for it, it was stepped before, or ``parts`` step it.
-        kernel: whether the kernel computes the step.
-        parts: the kernel's plan, for the background thread; None: that thread only publishes.
-    """
-
-    bucket: Bucket
-    path: StepPath
-    members: list[StepParam]
-    idle: bool
-    kernel: bool
-    parts: list[Part] | None = None
+# Steps of single buckets, which have nothing to do without gradients.
+_ONE_BY_ONE = StepPath.BACKGROUND, StepPath.STREAMED, StepPath.HOST
 
 
 class RanClosure:
@@ -179,7 +168,7 @@ class ShardedOptimizer(ProcessLocal):
         self._staging = False  # the optimizer steps a single bucket now
         self._closure: RanClosure | None = None  # of the running step
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # of the running step
-        self._torch: list[BucketStep] = []  # what the optimizer's own ``step`` updates now
+        self._torch: Sequence[BucketStep] = ()  # what the optimizer's own ``step`` updates now
         self._told = False
         self._norms: FullNorms | None = None  # set if the optimizer's step is collective
         if isinstance(optimizer, NormedOptimizer):
@@ -253,23 +242,25 @@ class ShardedOptimizer(ProcessLocal):
         assert self.fused is not None
         self.fused.uncount()
 
-    # ---- the plan ----------------------------------------------------------------------------------------------
+    # ---- its parts -----------------------------------------------------------------------------------------
 
-    def _plan_step(self, used: dict[Bucket, list[int]]) -> list[BucketStep]:
-        """Plan the step of these parameters. Collective.
+    def kernel_buckets(self, buckets: Iterable[Bucket]) -> set[Bucket]:
+        """The ``buckets`` that the kernel steps."""
+        return self.fused.takes(buckets) if self.fused is not None else set()
 
-        Waits for background steps of the buckets that this thread steps or publishes.
+    def _begin(self, plan: StepPlan) -> tuple[Set[Bucket], Mapping[Bucket, list[Part] | None]]:
+        """Begin a step; returns the buckets that were stepped beside backward, and ``BackgroundSteps.plan_late``.
+
+        Collective. Waits for background steps of the buckets that this thread steps or publishes.
         """
-        members = self.fragments.members({(bucket, index) for bucket, indices in used.items() for index in indices})
         overlaps = self.engine.offload_manager.overlaps  # the same on all ranks
-        early = self.overlap.take_early(used) if overlaps else frozenset[Bucket]()
-        for bucket in early:
-            members.pop(bucket, None)
-        check_all(members)
+        early = self.overlap.take_early(plan.used) if overlaps else frozenset[Bucket]()
+        steps = [bucket for bucket in plan.steps if bucket not in early]
+        check_all(bucket.edits for bucket in steps)
         if self.fused is not None and not early:
             self.fused.begin()
-        late = self.overlap.plan_late(members, early, used) if overlaps else {}
-        for bucket in members:
+        late = self.overlap.plan_late(plan, early) if overlaps else {}
+        for bucket in steps:
             if late.get(bucket) is None:
                 # This thread steps the bucket, so the background step of the last step has to be over.
                 bucket.wait_background_step()
@@ -278,137 +269,141 @@ class ShardedOptimizer(ProcessLocal):
             bucket.wait_background_step()
             # The rest of backward may have read unsharded parameters meanwhile: note that work again before the copy.
             bucket.weights.copy.note_readers()
-        plan = []
-        for bucket, parts in late.items():
-            mine, stored = members.pop(bucket, []), bucket.streamed
-            idle = parts is not None or bucket in early or (stored and not any(member.used for member in mine))
-            plan.append(BucketStep(bucket, StepPath.BACKGROUND, mine, idle, True, parts))
-        return plan + self._plan(members, used if self._norms is not None else (), self.kernel_buckets(members))
-
-    def _plan(
-        self,
-        members: dict[Bucket, list[StepParam]],
-        collective_buckets: Collection[Bucket],
-        kernel_buckets: set[Bucket],
-    ) -> list[BucketStep]:
-        """Plan the other buckets. All ranks step those in ``collective_buckets``, because the step is collective."""
-        plan = []
-        for bucket, mine in members.items():
-            kernel = bucket in kernel_buckets
-            if bucket.streamed:
-                path = StepPath.STREAMED
-            elif kernel:
-                path = StepPath.HOST if bucket.offloaded else StepPath.KERNEL
-            else:
-                path = StepPath.STAGED if bucket.staged else StepPath.TORCH
-            idle = bucket not in collective_buckets and not any(member.used for member in mine)
-            plan.append(BucketStep(bucket, path, mine, idle, kernel))
-        return plan
-
-    def kernel_buckets(self, buckets: Iterable[Bucket]) -> set[Bucket]:
-        """The ``buckets`` that the kernel steps."""
-        return self.fused.takes(buckets) if self.fused is not None else set()
-
-    # ---- its parts -----------------------------------------------------------------------------------------
+        return early, late
 
     @without_grad
-    def _run(self, plan: list[BucketStep], method: Callable[[], Any] | None = None) -> None:
-        """Run the plan up to the optimizer's own ``step``, for which the gradients are ready afterwards. Collective.
+    def _run(
+        self,
+        plan: StepPlan,
+        early: Set[Bucket],
+        late: Mapping[Bucket, list[Part] | None],
+        method: Callable[[], Any] | None = None,
+    ) -> None:
+        """Do a step up to the optimizer's own ``step``, for which the gradients are ready afterwards. Collective.
 
         Args:
-            plan: from ``_plan_step``.
+            plan: of the step.
+            early: as from ``_begin``.
+            late: likewise.
             method: called instead of ``step``.
 
         Raises:
             SwapError: on all ranks, if states of one cannot be read or written.
         """
-        steps = defaultdict[StepPath, list[BucketStep]](list)
-        for step in plan:
-            steps[step.path].append(step)
-        for step in steps[StepPath.BACKGROUND]:
-            if not step.idle and step.bucket.streamed:
-                self._step_streamed([step], None)
-            elif not step.idle:
-                self._step_kernel([step])
-                # Refresh now to give the staging buffer back: jobs that were handed over earlier wait for one.
-                step.bucket.weights.refresh()
-            self.overlap.hand_over(step.bucket, step.parts)
-        self._step_streamed(steps[StepPath.STREAMED], method)
-        for step in steps[StepPath.HOST]:
-            if not step.idle:
-                self._step_kernel([step])
-                step.bucket.weights.refresh()
+        steps = {bucket: step for bucket, step in plan.steps.items() if bucket not in early}
+        kernel = self.kernel_buckets(steps) if method is None else set[Bucket]()
+        # The buckets that are stepped without gradients here, too: their step is collective, or it is no step.
+        together = steps.keys() if method is not None else plan.used.keys() if self._norms is not None else ()
+        paths = defaultdict[StepPath, list[BucketStep]](list)
+        for bucket, step in steps.items():
+            path = self._path_of(bucket, bucket in kernel, bucket in late)
+            if step.used or bucket in together or path not in _ONE_BY_ONE:
+                paths[path].append(step)
+        for step in paths[StepPath.BACKGROUND]:
+            if late[step.bucket] is not None:
+                continue
+            if step.bucket.streamed:
+                self._step_streamed([step], kernel)
+            else:
+                self._step_on_host(step)
+        for bucket, parts in late.items():
+            self.overlap.hand_over(bucket, parts)
+        if paths[StepPath.STREAMED]:
+            self._step_streamed(paths[StepPath.STREAMED], kernel, method)
+        for step in paths[StepPath.HOST]:
+            self._step_on_host(step)
         self.engine.offload_manager.check(self.engine.world, "states in files")
-        self._step_kernel(steps[StepPath.KERNEL], self.found_inf)
-        self.fragments.drop({step.bucket for step in plan if step.path not in (StepPath.STAGED, StepPath.TORCH)})
-        if (steps[StepPath.STAGED] or steps[StepPath.TORCH]) and not self._told:
-            self._told = True
-            name = type(self.optimizer).__name__
-            on = self.engine.options.fused_step
-            why = self.fused.refusal() if self.fused is not None else "it has no kernel" if on else "by fused_step"
-            log.info("%s is stepped by its own step, not by a kernel of lt_zero: %s", name, why)
-        for step in steps[StepPath.STAGED]:
-            self._step_staged(step.bucket, step.members, method)
-        self._torch = steps[StepPath.TORCH]
+        if paths[StepPath.KERNEL]:
+            assert self.fused is not None
+            self.fused.step(paths[StepPath.KERNEL], self.found_inf)
+        self._torch = paths[StepPath.TORCH]
+        if (self._torch or paths[StepPath.STAGED]) and not self._told:
+            self._tell()
+        for step in paths[StepPath.STAGED]:
+            self._step_staged(step, method)
+        self.fragments.drop(plan.steps.keys() - {step.bucket for step in self._torch})
         if method is None:
             for step in self._torch:
                 for member in step.members:
                     member.fragment.grad = grad_of(step.bucket, member)
-            if self._norms is not None:
-                self._norms.expect({step.bucket: step.members for step in self._torch})
-            if self._closure is not None:
-                self._closure.expect(member.fragment for step in self._torch for member in step.members)
+            self._expect(self._torch)
 
-    def _step_kernel(self, steps: list[BucketStep], found_inf: Tensor | None = None) -> None:
-        if steps:
-            assert self.fused is not None
-            self.fused.step({step.bucket: step.members for step in steps}, found_inf)
+    @staticmethod
+    def _path_of(bucket: Bucket, in_kernel: bool, is_late: bool) -> StepPath:
+        """The way to step a bucket, which the kernel may step (``in_kernel``), and the background publish."""
+        if is_late:
+            return StepPath.BACKGROUND
+        if bucket.streamed:
+            return StepPath.STREAMED
+        if in_kernel:
+            return StepPath.HOST if bucket.offloaded else StepPath.KERNEL
+        return StepPath.STAGED if bucket.storage.staged else StepPath.TORCH
 
-    def _step_streamed(self, steps: list[BucketStep], method: Callable[[], Any] | None) -> None:
+    def _tell(self) -> None:
+        """Say once why no kernel steps."""
+        self._told = True
+        name = type(self.optimizer).__name__
+        on = self.engine.options.fused_step
+        why = self.fused.refusal() if self.fused is not None else "it has no kernel" if on else "by fused_step"
+        log.info("%s is stepped by its own step, not by a kernel of lt_zero: %s", name, why)
+
+    def _expect(self, steps: Sequence[BucketStep]) -> None:
+        """Prepare what the optimizer's own step of these fragments calls."""
+        if self._norms is not None:
+            self._norms.expect(steps)
+        if self._closure is not None:
+            self._closure.expect(member.fragment for step in steps for member in step.members)
+
+    def _step_on_host(self, step: BucketStep) -> None:
+        """Step a bucket whose states are in host memory, and start copying its weights to the device.
+
+        That gives the staging buffer back, for which steps that were handed to the background wait.
+        """
+        assert self.fused is not None
+        self.fused.step([step])
+        step.bucket.weights.refresh()
+
+    def _step_streamed(
+        self, steps: Sequence[BucketStep], kernel: Collection[Bucket], method: Callable[[], Any] | None = None
+    ) -> None:
         """Step the buckets whose states are in files one by one: core/stores/store.py, ``stream``."""
-        stepped = {step.bucket: step for step in steps if not step.idle}
-        for bucket in self.engine.offload_manager.stream_buckets(list(stepped)) if stepped else ():
+        stepped = {step.bucket: step for step in steps}
+        for bucket in self.engine.offload_manager.stream_buckets(list(stepped)):
             step = stepped[bucket]
             holders = [(member.fragment, member.piece) for member in step.members]
             self._store_states(bucket, holders)
-            if step.kernel and method is None:
-                self._step_kernel([step])
+            if self.fused is not None and bucket in kernel:
+                self.fused.step([step])
             else:
-                self._step_staged(bucket, step.members, method)
+                self._step_staged(step, method)
             self._store_states(bucket, holders)
             bucket.weights.refresh()
 
-    def _step_staged(self, bucket: Bucket, members: list[StepParam], method: Callable[[], Any] | None) -> None:
-        """Step the fragments of one bucket, and take them out of the groups. See Note [Staged buckets].
+    def _step_staged(self, step: BucketStep, method: Callable[[], Any] | None) -> None:
+        """Step the fragments of one bucket on copies. See Note [Staged buckets].
 
         ``method`` is called instead of ``step``.
         """
-        groups, mine = self.optimizer.param_groups, {id(member.fragment) for member in members}
-        # Counters in groups are restored, so that only the step of the remaining fragments advances them.
-        numbers = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        others = [[p for p in group["params"] if id(p) not in mine] for group in groups]
+        bucket = step.bucket
+        members = step.members
+        states = self.optimizer.state
+        dtype = bucket.storage.step
         rows = [row_of(bucket, member) for member in members]
         for member, row in zip(members, rows, strict=True):
-            member.fragment.data = row.to(bucket.step_dtype)
+            member.fragment.data = row.to(dtype)
             grad = grad_of(bucket, member)
-            member.fragment.grad = grad.to(bucket.step_dtype) if grad is not None else None
-        states = [self.optimizer.state.get(member.fragment, {}) for member in members]
-        pairs = zip(states, members, strict=True)
-        kept = [widen_moments(state, member.fragment, bucket.step_dtype) for state, member in pairs]
-        for group in groups:
-            group["params"] = [p for p in group["params"] if id(p) in mine]
+            member.fragment.grad = grad.to(dtype) if grad is not None else None
+        kept = [widen_moments(states.get(member.fragment, {}), member.fragment, dtype) for member in members]
+        self._expect([step])
         self._staging = True
-        if self._norms is not None:
-            self._norms.expect({bucket: members})
         try:
-            if method is not None:
-                method()
-            else:
-                if self._closure is not None:
-                    self._closure.expect(member.fragment for member in members)
-                args, kwargs = self._arguments
-                # Call the bare step: hooks run once, around the whole step.
-                bare_step(self.optimizer)(self.optimizer, *args, **kwargs)
+            with self.fragments.only(members):
+                if method is not None:
+                    method()
+                else:
+                    args, kwargs = self._arguments
+                    # Call the bare step: hooks run once, around the whole step.
+                    bare_step(self.optimizer)(self.optimizer, *args, **kwargs)
             for member, row in zip(members, rows, strict=True):
                 if method is None and member.used:
                     self._round(bucket, member, row)
@@ -416,15 +411,11 @@ class ShardedOptimizer(ProcessLocal):
                     keep_assigned(member.fragment, row)
         finally:
             self._staging = False
-            for member, before in zip(members, kept, strict=True):
-                if (state := self.optimizer.state.get(member.fragment)) is not None:
-                    keep_moments(state, member.fragment, bucket.moments, before)
-            for member, row in zip(members, rows, strict=True):
+            for member, row, before in zip(members, rows, kept, strict=True):
+                if (state := states.get(member.fragment)) is not None:
+                    keep_moments(state, member.fragment, bucket.storage.moments, before)
                 member.fragment.grad = None
                 member.fragment.data = row
-            for group, rest, saved in zip(groups, others, numbers, strict=True):
-                group.clear()
-                group.update(saved, params=rest)
 
     def _round(self, bucket: Bucket, member: StepParam, row: Tensor) -> None:
         """Write a fragment's stepped weights to ``row``, its master weights; no-op if it is a view of them."""
@@ -432,7 +423,7 @@ class ShardedOptimizer(ProcessLocal):
         if fragment.data_ptr() == row.data_ptr():
             return
         spec, state = bucket.layout.spans[member.piece.index].spec, states.get(fragment, {})
-        bucket.rounding.store(fragment.detach(), row, spec, member.piece.lo, state)
+        bucket.storage.rounding.store(fragment.detach(), row, spec, member.piece.lo, state)
         if state:
             states[fragment] = state
 
@@ -444,7 +435,7 @@ class ShardedOptimizer(ProcessLocal):
                 row = row_of(step.bucket, member)
                 if keep_assigned(member.fragment, row):
                     member.fragment.data = row
-        self._torch = []
+        self._torch = ()
         self._closure = None
         self._arguments = ((), {})
 
@@ -482,19 +473,18 @@ class ShardedOptimizer(ProcessLocal):
     @without_grad
     def _prepare(self) -> None:
         """Do all of a step that comes before the optimizer's own. Collective."""
-        used = self.grads.used()
+        plan = self.grads.plan()
         self.engine.same_on_ranks.note(self.options)
-        plan = self._plan_step(used)
-        self.fragments.narrow()
+        early, late = self._begin(plan)
+        self.fragments.narrow(plan)
         self._depth, self._entered = 1, self.engine.backwards
         # Wait until no peer reads the weights that this step writes.
         self.engine.before_write()
         try:
-            self._run(plan)
+            self._run(plan, early, late)
         except SwapError:
             self.widen()
             raise
-        self.fragments.drop(self.overlap.early)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._staging:
@@ -528,11 +518,11 @@ class ShardedOptimizer(ProcessLocal):
         self.before_state_dict()
         self.engine.finish_steps()
         buckets = self.fragments.buckets()
-        members = self.fragments.members(())
-        self.fragments.narrow()
+        plan = self.fragments.plan(frozenset())
+        self.fragments.narrow(plan)
         self.engine.before_write()
         try:
-            self._run(self._plan(members, members, set()), method)
+            self._run(plan, frozenset(), {}, method)
             result = method()
             self._finish()
         finally:
@@ -571,8 +561,8 @@ class ShardedOptimizer(ProcessLocal):
             for key, value in state.items():
                 if not isinstance(value, Tensor) or value.dim() == 0 or value.numel() != piece.numel:
                     continue
-                form = bucket.moments.form_of(value)
-                store = bucket.state_store(key, form)
+                form = bucket.storage.moments.form_of(value)
+                store = bucket.states.store(key, form)
                 if store is not None and not store.owns(stored_part(value)):
                     store.write()
                     state[key] = form.view(store.lend, piece.offset, value.shape, key).copy_(value)

@@ -410,7 +410,7 @@ def install(engine: Engine, config: Schema) -> Checkpointing | Attendance | None
     block = of_all_ranks(engine.root, config.activation_checkpointing, engine.groups[0])
     if block.mode == "none" or not engine.buckets:  # without parameters nothing trains
         return _attend(engine, block)
-    count, device = len(find_modules(engine.root, block).chosen), engine.buckets[0].flat.device
+    count, device = len(find_modules(engine.root, block).chosen), engine.buckets[0].compute.flat.device
     ranks = engine.parts.ranks
     assert ranks is None or isinstance(ranks, PartRanks)
     opening = world.agree("opening the folder for saved inputs", SwapError) if block.nvme_path else nullcontext()

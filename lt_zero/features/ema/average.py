@@ -34,8 +34,9 @@ from typing_extensions import override
 from lt_zero.common import plain_names
 from lt_zero.common.compat import clean_name
 from lt_zero.core.engine.averaged_weights import AveragedWeights
-from lt_zero.core.engine.bucket import Bucket, digest_of
+from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.engine import Engine
+from lt_zero.core.engine.inplace_edits import digest_of
 from lt_zero.core.engine.lazy_tensor import elements_of
 from lt_zero.core.stores.store import Store, put_away
 
@@ -84,7 +85,7 @@ class WeightAverage(AveragedWeights):
 
     @override
     def averages(self, bucket: Bucket) -> Store | None:
-        return bucket.beside.get(_EMA)
+        return bucket.states.beside.get(_EMA)
 
     @torch.no_grad()
     def update(self, decay: float) -> None:
@@ -143,11 +144,11 @@ class WeightAverage(AveragedWeights):
             average.copy_(before)
         elif self.swapped:
             # Weights that were unfrozen meanwhile have not been exchanged.
-            if (trained := bucket.beside.get(_TRAINED)) is not None:
+            if (trained := bucket.states.beside.get(_TRAINED)) is not None:
                 master.copy_(trained.read())
-                bucket.drop_beside(_TRAINED)
+                bucket.states.drop_beside(_TRAINED)
         else:
-            bucket.add_beside(_TRAINED, master.dtype).overwrite().copy_(master)
+            bucket.states.add_beside(_TRAINED, master.dtype).overwrite().copy_(master)
             master.copy_(average)
         # Weights in files are copied to what gathers read while they are in memory; ``publish`` copies the others.
         if bucket.streamed:
@@ -201,8 +202,8 @@ class WeightAverage(AveragedWeights):
     def close(self) -> None:
         """Drop the averages, or, while they are in use, the weights."""
         for bucket in self._engine.buckets:
-            bucket.drop_beside(_EMA)
-            bucket.drop_beside(_TRAINED)
+            bucket.states.drop_beside(_EMA)
+            bucket.states.drop_beside(_TRAINED)
             bucket.weights.call_when_unfrozen(None)
         self._buffers.clear()
         if self in self._engine.handles:
@@ -216,7 +217,7 @@ class WeightAverage(AveragedWeights):
     def rows(self, bucket: Bucket, averaged: bool) -> Callable[[], Tensor] | None:
         if (averages := self.averages(bucket)) is None:
             return None
-        if (trained := bucket.beside.get(_TRAINED)) is not None:
+        if (trained := bucket.states.beside.get(_TRAINED)) is not None:
             return averages.read if averaged else trained.read
         return averages.read if averaged != self.swapped else None
 
@@ -255,4 +256,4 @@ class WeightAverage(AveragedWeights):
 
 def _add(bucket: Bucket) -> Store:
     """A new store of averages. In 16 bits they would lose small updates, so they are in fp32 at least."""
-    return bucket.add_beside(_EMA, torch.promote_types(bucket.weights.precision, torch.float32))
+    return bucket.states.add_beside(_EMA, torch.promote_types(bucket.weights.precision, torch.float32))

@@ -90,8 +90,8 @@ class OffloadManager(SteppingOffload):
             return ""
         read = written = 0  # bytes of this rank per optimizer step with one backward, clipping included
         for bucket in buckets:
-            numel, weights = bucket.shard.numel(), bucket.weights
-            kept = numel * (weights.master_dtype.itemsize + bucket.moments.bytes_per_element * states)
+            numel, weights = bucket.compute.shard.numel(), bucket.weights
+            kept = numel * (weights.master_dtype.itemsize + bucket.storage.moments.bytes_per_element * states)
             if bucket.streamed:
                 grads = numel * bucket.grads.dtype.itemsize
                 read, written = read + int(kept) + 2 * grads, written + int(kept) + grads
@@ -156,7 +156,7 @@ def open_offload(
     pin = accelerator.is_accelerator(device) and options.pin_memory
     if manager.has_files:
         return_large_blocks()
-        numels, moments = [b.shard.numel() for b in buckets], [b.moments for b in buckets]
+        numels, moments = [b.compute.shard.numel() for b in buckets], [b.storage.moments for b in buckets]
         codec = next(filter(None, (b.storage.codecs.rests for b in buckets)), None)
         files = (world.rank, options.files, numels, moments, [b.storage.trains for b in buckets], codec)
         with (

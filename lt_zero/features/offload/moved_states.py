@@ -141,11 +141,11 @@ def _tensors_of(engine: Engine, optimizer: torch.optim.Optimizer, kinds: set[str
     for bucket in engine.buckets:
         weights = bucket.weights
         if "optim_states" in kinds:
-            yield from held([*bucket.states.values(), *bucket.beside.values()])
+            yield from held([*bucket.states.by_key.values(), *bucket.states.beside.values()])
         if "hp_params" in kinds and weights.master is not None and weights.has_master:
             yield from held([weights.master])
         if "lp_params" in kinds:
-            yield from [bucket.flat] if not bucket.sharding.params else held([weights.gather_source])
+            yield from [bucket.compute.flat] if not bucket.sharding.params else held([weights.gather_source])
         if "lp_grads" in kinds:
             yield from held(bucket.grads.stores())
 

@@ -24,21 +24,21 @@ Note [Beside the next forward]
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
 from typing_extensions import override
 
-from lt_zero.common import accelerator
 from lt_zero.common.users_code import warn
 from lt_zero.core.comm.world import World
-from lt_zero.core.engine.bucket import Bucket, ComparedDigests
+from lt_zero.core.engine.bucket import Bucket
+from lt_zero.core.engine.inplace_edits import ComparedDigests, InplaceEdits
 from lt_zero.core.engine.options import StatesOffload
 from lt_zero.core.step.background_steps import BackgroundSteps, OverlappingOffload
 from lt_zero.core.step.fused_step import FusedStep, Part
-from lt_zero.core.step.param_groups import ShardedParamGroups, StepParam
+from lt_zero.core.step.param_groups import BucketStep, ShardedParamGroups, StepPlan
 from lt_zero.core.step.reduced_grads import ReducedGrads
 from lt_zero.core.stores.thread_pool import SwapError
 from lt_zero.offload.background import Background, Job
@@ -134,8 +134,8 @@ class Overlap(BackgroundSteps):
         self.early: set[Bucket] = set()
         self.late: set[Bucket] = set()
         self._digests = ComparedDigests({})  # at the beginning of the backward
-        self._stepped_digests: dict[Bucket, Tensor | None] = {}  # when a bucket was stepped beside it
-        self._members: dict[Bucket, list[StepParam]] = {}
+        self._stepped_digests: dict[InplaceEdits, Tensor | None] = {}  # when a bucket was stepped beside it
+        self._steps: dict[Bucket, BucketStep] = {}
         self._indices: dict[Bucket, set[int]] = {}  # this optimizer's parameters in a bucket
         self._steady: dict[Bucket, list[int]] = {}  # used parameters of a bucket in the last step
 
@@ -160,7 +160,7 @@ class Overlap(BackgroundSteps):
             self._backwards = self._engine.backwards
             for bucket in self._early:
                 # Backward is over, so later forwards may gather the bucket again.
-                bucket.end_early_step()
+                bucket.grads.end_early_step()
 
     def _can_begin(self) -> bool:
         fused = self._fused
@@ -170,18 +170,25 @@ class Overlap(BackgroundSteps):
             return False
         # Frozen parameters have no gradient; ``_landed`` checks that the others have one.
         places = self._fragments.places()
-        members = self._fragments.members({(bucket, index) for bucket, index, p in places if p.requires_grad})
+        plan = self._fragments.plan({(bucket, index) for bucket, index, p in places if p.requires_grad})
         self._indices = self._fragments.indices()
-        taken = fused.takes(b for b in members if b.can_step_early and fused.steps_alone(b))
-        self._members = {bucket: found for bucket, found in members.items() if bucket in taken}
-        self._digests = ComparedDigests({b: b.edits.differs() for b in self._members if accelerator.holds(b.shard)})
+        taken = fused.takes(b for b in plan.steps if b.can_step_early and fused.steps_alone(b))
+        self._steps = {bucket: step for bucket, step in plan.steps.items() if bucket in taken}
+        edits = [bucket.edits for bucket in self._steps if bucket.edits.on_accelerator]
+        self._digests = ComparedDigests({each: each.differs() for each in edits})
         fused.begin()
-        return bool(self._members)
+        return bool(self._steps)
 
     def _landed(self, bucket: Bucket) -> bool:
         """Called when the gradients of ``bucket`` are reduced; returns whether it is stepped now."""
-        members, fused = self._members.get(bucket, []), self._fused
-        if not members or bucket in self._early or self._engine.gatherer.is_pinned(bucket) or bucket.has_grads():
+        step, fused = self._steps.get(bucket), self._fused
+        if (
+            step is None
+            or not step.members
+            or bucket in self._early
+            or self._engine.gatherer.is_pinned(bucket)
+            or bucket.has_grads()
+        ):
             # A second gradient of a bucket that was stepped comes too late: ``take_early`` notices it and raises.
             return False
         if bucket.grads.used != bucket.grads.valid or not bucket.grads.valid <= self._indices[bucket]:
@@ -190,13 +197,13 @@ class Overlap(BackgroundSteps):
             return False
         assert fused is not None
         # Planning counts the step, so it comes after all checks.
-        parts = fused.plan(bucket, members)
+        parts = fused.plan(step)
         if parts is None:
             return False
         self._early[bucket] = bucket.grads.changes
-        if accelerator.holds(bucket.shard):
-            self._stepped_digests[bucket] = bucket.edits.differs()
-        bucket.begin_early_step()
+        if bucket.edits.on_accelerator:
+            self._stepped_digests[bucket.edits] = bucket.edits.differs()
+        bucket.grads.begin_early_step()
         names = ", ".join(repr(bucket.name) for bucket in list(self._early)[:3])
         self._offload.note_partially_stepped(
             f"{len(self._early)} of {len(self._engine.buckets)} buckets ({names}, ...)"
@@ -208,7 +215,7 @@ class Overlap(BackgroundSteps):
     def _edited_meanwhile(self) -> str:
         """Say which buckets were edited between the beginning of backward and their step; '': none."""
         digests, self._stepped_digests = ComparedDigests(self._stepped_digests), {}
-        names = ", ".join(repr(bucket.layout.spans[0].name) for bucket in list(digests.edited)[:3])
+        names = ", ".join(repr(edits.name) for edits in digests.edited[:3])
         return names and (
             f"The weights of the modules of {names} were changed through `p.data` during a backward in which they were "
             "stepped, so the change is lost. Load a checkpoint. Change weights before backward or after the optimizer "
@@ -223,10 +230,10 @@ class Overlap(BackgroundSteps):
             bucket.weights.refresh()
         if bucket.streamed:
             # Discarding saves a write and a read of the file; ``end_step`` clears the gradients.
-            bucket.grads.values.discard()
+            bucket.grads.drop_stored()
 
     @override
-    def take_early(self, used: dict[Bucket, list[int]]) -> set[Bucket]:
+    def take_early(self, used: Mapping[Bucket, list[int]]) -> set[Bucket]:
         problem = self._edited_meanwhile()
         same = all(bucket in used and bucket.grads.changes == then for bucket, then in self._early.items())
         self.early = self._end_early()
@@ -243,24 +250,22 @@ class Overlap(BackgroundSteps):
         self._early = {}
         self._stepped_digests = {}
         for bucket in early:
-            bucket.end_early_step()
+            bucket.grads.end_early_step()
         return early
 
     # ---- beside the next forward -------------------------------------------------------------------------------
 
     @override
-    def plan_late(
-        self, members: dict[Bucket, list[StepParam]], early: Set[Bucket], used: dict[Bucket, list[int]]
-    ) -> dict[Bucket, list[Part] | None]:
+    def plan_late(self, plan: StepPlan, early: Set[Bucket]) -> dict[Bucket, list[Part] | None]:
         fused = self._fused
         if fused is None or self._offload.background is None or self._offload.how.overlap_step is not True:
             return {}
-        taken = fused.takes(b for b in used if b.offloaded and fused.steps_alone(b))
+        taken = fused.takes(b for b in plan.used if b.offloaded and fused.steps_alone(b))
         plans: dict[Bucket, list[Part] | None] = {}
-        for bucket, indices in used.items():
+        for bucket, indices in plan.used.items():
             steady, self._steady[bucket] = self._steady.get(bucket) == indices, indices
             if steady and bucket in taken:
-                plans[bucket] = None if bucket in early else fused.plan(bucket, members.get(bucket, []))
+                plans[bucket] = None if bucket in early else fused.plan(plan.steps[bucket])
         return plans
 
     @override

@@ -356,7 +356,7 @@ class OptimizerMomenta:
                 table[1, number] = torch.linalg.vector_norm(state["exp_avg"], dtype=torch.float64).square()
         # Where states are sharded, a rank has parts of some parameters. All that have one know the same factor, so the
         # largest is that of ranks without it (0) and with it; squared norms of the parts add up.
-        if any(not bucket.is_whole for bucket, _, _ in places):
+        if any(not bucket.storage.is_whole for bucket, _, _ in places):
             table[0] = group.max_all(table[0].to(group.device), "factors of momenta")
             table[1] = group.sum_scalar(table[1].to(group.device), "norms of momenta")
         factors = table[0]

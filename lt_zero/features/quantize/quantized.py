@@ -120,5 +120,5 @@ class RestingGather(GatherStrategy):
         )
 
     def launch(self, bucket: Bucket) -> Work:
-        with bucket.weights.gather_source.source(bucket.shard) as codes:
-            return all_gather_encoded(bucket.group, bucket.flat, bucket.name, self._codec, codes)
+        with bucket.weights.gather_source.source(bucket.compute.shard) as codes:
+            return all_gather_encoded(bucket.group, bucket.compute.flat, bucket.name, self._codec, codes)

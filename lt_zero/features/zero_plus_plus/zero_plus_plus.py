@@ -110,13 +110,13 @@ class ZeroPlusPlusGather(GatherStrategy):
             assert self._kept is not None
             assert self._in_node is not None
             self._part(bucket).copy_(self._kept)
-            gather = partial(self._in_node.all_gather, bucket.flat, None)
-            return bucket.group.run(_GATHER, bucket.name, bucket.flat, gather)
+            gather = partial(self._in_node.all_gather, bucket.compute.flat, None)
+            return bucket.group.run(_GATHER, bucket.name, bucket.compute.flat, gather)
         if self._codec is None:
             return super().launch(bucket)
-        with bucket.weights.gather_source.source(bucket.shard):
+        with bucket.weights.gather_source.source(bucket.compute.shard):
             # The shard is in its place in the flat tensor, and is encoded there.
-            return all_gather_encoded(bucket.group, bucket.flat, bucket.name, self._codec)
+            return all_gather_encoded(bucket.group, bucket.compute.flat, bucket.name, self._codec)
 
     def finish(self, bucket: Bucket) -> None:
         if not self._keeps:
@@ -134,7 +134,7 @@ class ZeroPlusPlusGather(GatherStrategy):
     def _part(self, bucket: Bucket) -> Tensor:
         """The elements of the flat tensor that this rank has of the second copy."""
         numel = bucket.layout.numel // self._secondary
-        return bucket.flat.narrow(0, bucket.group.rank % self._secondary * numel, numel)
+        return bucket.compute.flat.narrow(0, bucket.group.rank % self._secondary * numel, numel)
 
     def weights_changed(self) -> None:
         """Forget the second copy."""
@@ -158,11 +158,11 @@ class EncodedUpdates(GatherStrategy):
         self._codec = codec
 
     def publish(self, bucket: Bucket) -> Work:
-        return all_gather_encoded(bucket.group, bucket.flat, bucket.name, self._codec)
+        return all_gather_encoded(bucket.group, bucket.compute.flat, bucket.name, self._codec)
 
     def publish_in_background(self, bucket: Bucket) -> Work:
         return bucket.group.background_gather(
-            bucket.flat, partial(gather_encoded, bucket.flat, bucket.group.mesh, self._codec)
+            bucket.compute.flat, partial(gather_encoded, bucket.compute.flat, bucket.group.mesh, self._codec)
         )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lt_zero.common.console import Console, RunConsole
 from lt_zero.common.moment_form import stored_part
 from lt_zero.common.tables import show
-from lt_zero.core.engine.bucket import Bucket, State
+from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.gather import Unit
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
@@ -99,7 +99,7 @@ def _dtypes(bucket: Bucket, engine: Engine) -> tuple[str, ...]:
     dtypes: list[object] = [bucket.dtype]
     if bucket.wants_grad:
         wire, master = bucket.grads.send_dtype(bucket.dtype), bucket.weights.master_dtype
-        dtypes += [bucket.dtype, wire, bucket.grads.dtype, master, bucket.moments.name]
+        dtypes += [bucket.dtype, wire, bucket.grads.dtype, master, bucket.storage.moments.name]
     names = [str(d).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp") for d in dtypes]
     return (f"{'trained' if bucket.wants_grad else 'frozen'}{kept}", *names, *["-"] * (6 - len(names)))
 
@@ -113,7 +113,7 @@ def memory_report(engine: Engine, optimizers: list[ShardedOptimizer]) -> dict[st
     for bucket in engine.buckets:
         size, held = bucket.layout.elements, bucket.grads
         # The compute copy if it is in memory, and master weights if they are separate.
-        weights += bucket.weights.nbytes + (0 if bucket.state is State.RELEASED else bucket.flat.nbytes)
+        weights += bucket.weights.nbytes + (0 if bucket.released else bucket.compute.flat.nbytes)
         whole_weights += size * bucket.dtype.itemsize
         if bucket.weights.trains:
             whole_weights += 0 if held.dtype == bucket.dtype else size * bucket.weights.master_dtype.itemsize

@@ -18,6 +18,7 @@ from lt_zero.common.arguments import expect
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.full_params import full_flat, gather_own, joined
+from lt_zero.core.engine.grad_accumulator import Sums
 from lt_zero.core.engine.guard import owner_of
 from lt_zero.core.engine.layout import Piece
 from lt_zero.core.engine.lazy_tensor import Fragment
@@ -109,7 +110,7 @@ def full_state(parameter: Parameter, key: str) -> Any:
     engine.prepare_reading()
     state = _optimizer_of(engine, parameter).optimizer.state.get(parameter, {})
     own = states_of(bucket, index, state).get(key)
-    mine = own if isinstance(own, Fragment) and own.box.sizes == bucket.shapes[index] else None
+    mine = own if isinstance(own, Fragment) and own.box.sizes == bucket.layout.spans[index].shape else None
     if mine is None and isinstance(own, Fragment):  # of another shape (a row's statistics): one rank has all of it
         own = own.local().view(own.shape).clone()
     ranks = bucket.holders(index)
@@ -149,7 +150,7 @@ def set_full_state(parameter: Parameter, value: Tensor, key: str) -> None:
         raise KeyError(f"{_name(bucket, index)!r} has no element-wise state {key!r}. Call it after the first step.")
     row = _part_of(engine, bucket, index, value).reshape(-1)
     for piece in pieces:
-        if (stored := bucket.states.get(key)) is not None:
+        if (stored := bucket.states.by_key.get(key)) is not None:
             stored.write()
         state[key].copy_(row[piece.lo : piece.hi].view(state[key].shape))
     bucket.put_away()
@@ -242,7 +243,7 @@ def set_local_state(parameter: Parameter, value: Tensor | None, key: str) -> Non
     index, state = engine.owner[id(parameter)][1], _optimizer_of(engine, parameter).optimizer.state.get(parameter, {})
     if not _is_elementwise(bucket, piece, state.get(key)):
         raise KeyError(f"{_name(bucket, index)!r} has no element-wise state {key!r}. Call it after the first step.")
-    if (stored := bucket.states.get(key)) is not None:
+    if (stored := bucket.states.by_key.get(key)) is not None:
         stored.write()
     state[key].copy_(_checked(bucket, index, piece, value).view(state[key].shape))
     bucket.put_away()
@@ -262,7 +263,7 @@ def _checked(bucket: Bucket, index: int, piece: Piece, value: Tensor | None) -> 
 def _is_elementwise(bucket: Bucket, piece: Piece, value: Any) -> bool:
     """True if a state has one element for each of the piece. A step counter (0D) is none, even for a piece of one."""
     known = isinstance(value, Tensor) and value.numel() == piece.numel
-    return known and (value.dim() > 0 or not bucket.shapes[piece.index])
+    return known and (value.dim() > 0 or not bucket.layout.spans[piece.index].shape)
 
 
 def _check_reduced(engine: Engine, bucket: Bucket, index: int) -> None:
@@ -272,7 +273,7 @@ def _check_reduced(engine: Engine, bucket: Bucket, index: int) -> None:
     unreduced = engine.grad_views.unreduced([(bucket, index, bucket.params[index])])
     grads = bucket.grads
     summed = grads.local is None or index not in grads.used
-    if unreduced or not summed or (grads.partial and index in grads.valid):
+    if unreduced or not summed or (grads.sums is Sums.PARTIAL and index in grads.valid):
         raise RuntimeError(
             f"The gradient of {_name(bucket, index)!r} is not reduced yet: ask after the last micro-batch, or call "
             "lt_zero.full_grad on all ranks, which reduces it."

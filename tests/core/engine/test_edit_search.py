@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import lt_zero
 from lt_zero import ZeroConfig
 from lt_zero.config.precision import dtype_policy
-from lt_zero.core.engine.bucket import InplaceEdits
+from lt_zero.core.engine.inplace_edits import InplaceEdits
 from lt_zero.core.step import sharded_optimizer
 from tests.support.parity import full_values
 from tests.support.simulated_device import machine

@@ -186,7 +186,7 @@ def _memory() -> None:
             with torch.no_grad(), live:
                 model(tokens(step, 0, 0))
         peaks.append(live.peak)
-    largest = max(bucket.flat.numel() * bucket.flat.itemsize for bucket in engine.buckets)
+    largest = max(bucket.compute.flat.numel() * bucket.compute.flat.itemsize for bucket in engine.buckets)
     assert 0 < peaks[1] - peaks[0] <= largest, (peaks, largest)
 
 

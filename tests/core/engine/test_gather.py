@@ -8,7 +8,8 @@ from typing import Any, cast
 
 from torch import nn
 
-from lt_zero.core.engine.bucket import Live, State
+from lt_zero.core.engine.bucket import Live
+from lt_zero.core.engine.compute_copy import State
 from lt_zero.core.engine.gather import Gatherer, Residency, Unit
 
 
@@ -16,8 +17,15 @@ class Row:
     """A bucket of 10 elements."""
 
     def __init__(self) -> None:
-        self.sharding, self.layout, self.counted = SimpleNamespace(params=True), SimpleNamespace(numel=10), 10
+        self.sharding, self.storage = SimpleNamespace(params=True), SimpleNamespace(counted=10)
         self.state, self.live = State.RELEASED, Live()
+
+    @property
+    def released(self) -> bool:
+        return self.state is State.RELEASED
+
+    def count_in(self, live: Live) -> None:
+        self.live = live
 
     def _add(self, elements: int, flying: int) -> None:
         self.live.numel += elements
@@ -31,7 +39,7 @@ class Row:
     def gather(self) -> None:
         if self.state is State.GATHERING:
             self._add(0, -10)
-        self.state = State.RESIDENT
+        self.state = State.READABLE
 
     def release(self, searched: bool = False) -> None:
         if self.state is not State.RELEASED:

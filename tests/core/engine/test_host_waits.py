@@ -123,7 +123,7 @@ def test_values_of_sharded_weights_are_compared_after_the_first_two_forwards(ste
             "tolist",
         ),
         (
-            Bug("lt_zero.core.engine.bucket:check_all", "digests=digests", "digests=None", "states on the host"),
+            Bug("lt_zero.core.engine.inplace_edits:check_all", "digests=digests", "digests=None", "states on the host"),
             "_local_scalar_dense",
         ),
     ],

@@ -23,7 +23,6 @@ from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.transport import SendBuffer
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine import construction
-from lt_zero.core.engine.bucket import State
 from lt_zero.core.engine.construction import ConstructionSharder
 from lt_zero.core.engine.full_params import restore_whole
 from lt_zero.core.engine.guard import guard, is_guarded, own
@@ -616,7 +615,7 @@ def _peak() -> None:
     one = 4 * 512 * 512
     assert max(peaks) <= 8 * one / 2 + 2 * one, "half of the model and about one layer"
     engine = lt_zero.shard(model, config_of(3))
-    assert all(b.state is State.RELEASED for b in engine.buckets)
+    assert all(b.released for b in engine.buckets)
     assert memory_report(engine, [])["weights"] == (8 * one // 2, 8 * one)
 
 

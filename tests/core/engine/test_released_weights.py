@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lt_zero
 from lt_zero.common.compat import saved_tensor_hooks
+from lt_zero.core.engine.compute_copy import State
 from tests.support.features import needs, skip_without
 from tests.support.matrix import only
 from tests.support.models import VOCAB, WIDTH, Block, Net, next_token_loss, tokens
@@ -169,7 +170,9 @@ def _released_at_once() -> None:
     engine = lt_zero.shard(model, config_of(3, RELEASE))
     lt_zero.ShardedOptimizer(engine, torch.optim.SGD(model.parameters(), lr=0.1))
     loss = next_token_loss(model, 0, 0, dist.get_rank())
-    kept = [bucket.name for unit in engine.units for bucket in unit.sharded if bucket.resident or bucket.lent]
+    kept = [
+        bucket.name for unit in engine.units for bucket in unit.sharded if bucket.resident or bucket.state is State.LENT
+    ]
     assert not kept, "what autograd has saved of an ordinary module keeps no memory"
     loss.backward()
 
@@ -306,7 +309,7 @@ def _views_after_release() -> None:
     with lt_zero.gathered(model.blocks[0].up.weight):
         kept.append(model.blocks[0].up.weight.data[1:])
     bucket = engine.owner[id(model.blocks[0].up.weight)][0]
-    assert bucket.lent
+    assert bucket.state is State.LENT
     for view in kept:
         assert torch.equal(view, want[1:]), "readable as long as the weights do not change"
     next_token_loss(model, 0, 0, dist.get_rank()).backward()
@@ -317,12 +320,12 @@ def _views_after_release() -> None:
     kept.clear()
     with torch.no_grad():
         model(tokens(0, 0, 0))
-    assert not bucket.lent
+    assert bucket.state is not State.LENT
     assert not bucket.resident
 
     with lt_zero.gathered(model.blocks[0].up.weight):
         view = model.blocks[0].up.weight.detach()
-    assert bucket.lent
+    assert bucket.state is State.LENT
     model.load_state_dict({name: torch.ones(value.shape) for name, value in model.state_dict().items()})
     assert torch.equal(view, torch.ones_like(view)), "a view follows weights that are loaded"
     view.mul_(2)

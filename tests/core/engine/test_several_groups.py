@@ -382,7 +382,7 @@ def test_one_of_many_ranks_shards_over_two_of_them() -> None:
     engine, (everyone, pairs) = of_many(512)
     for bucket in engine.buckets:
         shards = {everyone: 512, pairs: 2}[bucket.group]
-        assert bucket.shard.numel() * shards == bucket.layout.numel
+        assert bucket.compute.shard.numel() * shards == bucket.layout.numel
     # Of each kind of collectives, this rank is in one process group per set of ranks.
     assert len(everyone.world.process_groups) == 4
     assert len({id(group) for group in everyone.world.process_groups}) == 4

@@ -29,7 +29,7 @@ PAIRS = {"mics_shard_size": 2}
 def _exact(stage: int, optimizer: str, zero: dict[str, Any], micro: int) -> None:
     engine = check(Case(Net, next_token_loss, stage, optimizer, steps=3, micro=micro, zero=zero))
     size = zero.get("mics_shard_size") or 4 // zero["dp_replicate_size"]
-    assert all(bucket.shard.numel() * size == bucket.layout.numel for bucket in engine.buckets)
+    assert all(bucket.compute.shard.numel() * size == bucket.layout.numel for bucket in engine.buckets)
 
 
 @pytest.mark.parametrize(

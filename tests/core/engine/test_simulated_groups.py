@@ -21,7 +21,7 @@ from lt_zero.core.comm import transport
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.transport import SendBuffer, SendBuffers, Transport
 from lt_zero.core.comm.work import Done, Work, WorkList
-from lt_zero.core.engine.bucket import Bucket, State
+from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.gather import Gatherer, Unit
 from lt_zero.core.engine.grad_reducer import GradReducer
@@ -163,7 +163,9 @@ def test_a_gpu_gathers_background_steps_from_the_thread_that_waits(stage: int, t
         engine.finish_steps()
         assert guarded_units(engine) == []
         assert not engine.buckets[0].unpublished
-        assert [flat is bucket.flat for (_, flat), bucket in zip(gathered, engine.buckets, strict=True)] == [True] * 4
+        assert [flat is bucket.compute.flat for (_, flat), bucket in zip(gathered, engine.buckets, strict=True)] == [
+            True
+        ] * 4
         assert all(main for main, _ in gathered)
         engine.offload_manager.close()
 
@@ -175,7 +177,7 @@ def exposed(prefetch: int) -> int:
     gather, late = Gatherer.gather, list[str]()
 
     def note(self: Gatherer, unit: Unit) -> None:
-        if any(bucket.state is State.RELEASED for bucket in unit.sharded):
+        if any(bucket.released for bucket in unit.sharded):
             late.append(unit.name)
         gather(self, unit)
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.core.engine.bucket import State
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.guard import owner_of
 from tests.support.features import skip_without
@@ -47,7 +46,7 @@ def _uneven(counts: list[list[int]], stage: int, folder: str) -> None:
             _run(model, want, 2)
     engine: Any = owner_of(next(model.parameters()))
     assert isinstance(engine, Engine)
-    assert not [b.name for b in engine.buckets if b.sharding.params and b.state is not State.RELEASED]
+    assert not [b.name for b in engine.buckets if b.sharding.params and not b.released]
 
 
 @pytest.mark.parametrize(("stage", "files"), only_rows([(3, True), (2, False)], [(3, False), (3, True), (2, False)]))

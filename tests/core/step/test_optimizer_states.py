@@ -215,10 +215,10 @@ def torch_step(model: nn.Module, states: dict[Any, Tensor], number: int) -> None
 def _coded_away(path: str, stage: int, optimizer: str) -> None:
     with CODES():
         want, engine, _ = train_offloaded(stage, None, optimizer, keys=INT8)
-        assert {b.moments.name for b in engine.buckets} == {"int8", "float32"}
+        assert {b.storage.moments.name for b in engine.buckets} == {"int8", "float32"}
         got, engine, _ = train_offloaded(stage, path, optimizer, keys=INT8)
         same(got, want, stage)
-        assert {s.dtype for b in engine.buckets for s in b.states.values()} == {torch.uint8, torch.float32}
+        assert {s.dtype for b in engine.buckets for s in b.states.by_key.values()} == {torch.uint8, torch.float32}
         engine.offload_manager.close()
         with mock.patch.object(accelerator, "_apart", True):
             zero = {"offload_optimizer": {"device": "cpu"}}
@@ -242,10 +242,12 @@ def _away(path: str, stage: int, optimizer: str) -> None:
         if keys:
             same(got, want, stage)
         assert all(b.streamed for b in engine.buckets)
-        assert {s.dtype for b in engine.buckets for s in b.states.values()} == {
+        assert {s.dtype for b in engine.buckets for s in b.states.by_key.values()} == {
             torch.bfloat16 if keys else torch.float32
         }
-        nbytes[bool(keys)] = sum(b.shard.numel() * s.dtype.itemsize for b in engine.buckets for s in b.states.values())
+        nbytes[bool(keys)] = sum(
+            b.compute.shard.numel() * s.dtype.itemsize for b in engine.buckets for s in b.states.by_key.values()
+        )
         assert engine.offload_manager.streams
         engine.offload_manager.close()
     assert nbytes[True] * 2 == nbytes[False]
@@ -362,9 +364,11 @@ def test_codes_are_the_same_on_all_ranks(pool: Pool, stage: int, world: int) -> 
 def test_embeddings_and_small_parameters_stay_wide() -> None:
     model = nn.Sequential(nn.Embedding(70, 70), nn.Linear(70, 70), nn.Linear(70, 50))
     engine = lt_zero.shard(model, config_of(2, **INT8))
-    forms = {span.name: b.moments.name for b in engine.buckets for span in b.layout.spans}
+    forms = {span.name: b.storage.moments.name for b in engine.buckets for span in b.layout.spans}
     assert forms == {"1.weight": "int8"} | dict.fromkeys(("0.weight", "1.bias", "2.weight", "2.bias"), "float32")
-    assert all(span.lo % 256 == 0 for b in engine.buckets if b.moments.name == "int8" for span in b.layout.spans)
+    assert all(
+        span.lo % 256 == 0 for b in engine.buckets if b.storage.moments.name == "int8" for span in b.layout.spans
+    )
 
 
 def _accessed(path: str | None) -> None:

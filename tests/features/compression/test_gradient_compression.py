@@ -103,7 +103,7 @@ def _gradients(stage: int, block: Block) -> tuple[dict[str, Any], list[str]]:
     next_token_loss(model, 0, 0, dist.get_rank()).backward()
     for bucket in engine.buckets:  # norms read them with their neighbours
         assert sum(int(bucket.grads.read()[lo:hi].count_nonzero()) for lo, hi in bucket.weights.gaps) == 0
-    names = [span.name for bucket in engine.buckets if bucket.compresses for span in bucket.layout.spans]
+    names = [span.name for bucket in engine.buckets if bucket.plan.compresses for span in bucket.layout.spans]
     return {name: value.numpy() for name, value in full_grads(engine).items()}, names
 
 

@@ -58,14 +58,14 @@ def _train(zero: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         before = measured(engine, [sharded]).get(MOMENTS, 0)
         average.update(0.5)
         if step == 0 and not zero:
-            held = sum(bucket.shard.nbytes for bucket in engine.buckets)
+            held = sum(bucket.compute.shard.nbytes for bucket in engine.buckets)
             assert measured(engine, [sharded])[MOMENTS] == before + held
     with average.showing(True):
         shown = full_values(engine)
     trained = full_values(engine)
     engine.detach()
     assert average_of(engine) is None
-    assert not any(bucket.beside for bucket in engine.buckets)
+    assert not any(bucket.states.beside for bucket in engine.buckets)
     return trained, shown
 
 

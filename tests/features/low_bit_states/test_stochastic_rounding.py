@@ -292,7 +292,7 @@ def test_with_other_dtypes(keys: dict[str, Any]) -> None:
         torch.manual_seed(0)
         model = Net()
         engine = lt_zero.shard(model, config_of(3, **{**RANDOM, **keys}))
-        assert all(bucket.step_dtype == torch.float32 for bucket in engine.buckets)
+        assert all(bucket.storage.step == torch.float32 for bucket in engine.buckets)
         want = trained("adamw", 0, **keys)
         assert not differ(trained("adamw", 3, **keys), want)
         kept = {name for name, value in want.items() if value.dtype == torch.float32}

@@ -30,7 +30,7 @@ def _equal(path: str, stage: int, optimizer: str, dtype: torch.dtype | None) -> 
         assert all(b.streamed for b in engine.buckets)
         assert not any(s.nbytes for b in engine.buckets for s in b.stores() if s.streamed), "away after a step"
         if optimizer == "AdamW":
-            assert {key for b in engine.buckets for key in b.states} == {"exp_avg", "exp_avg_sq"}
+            assert {key for b in engine.buckets for key in b.states.by_key} == {"exp_avg", "exp_avg_sq"}
         engine.offload_manager.close()
     dist.barrier()
     assert not list(Path(path).glob("lt_zero-*")), "files go with the run"
@@ -108,7 +108,7 @@ def _host(stage: int, optimizer: str, dtype: torch.dtype | None) -> None:
         for bucket in engine.buckets:
             assert bucket.weights.master is not None
             rows = bucket.weights.master_rows
-            assert rows.untyped_storage().data_ptr() != bucket.flat.untyped_storage().data_ptr()
+            assert rows.untyped_storage().data_ptr() != bucket.compute.flat.untyped_storage().data_ptr()
         with lt_zero.gathered(engine.root, write=True), torch.no_grad():
             for p in engine.root.parameters():
                 p.mul_(0.5)

@@ -194,7 +194,7 @@ def _partly(beside: bool, path: str | None, stage: int) -> None:
                 for optimizer in pair:
                     optimizer.step()
             engine.finish_steps()
-            flats = [bucket.flat.clone() for bucket in engine.buckets if not bucket.sharding.params]
+            flats = [bucket.compute.flat.clone() for bucket in engine.buckets if not bucket.sharding.params]
             runs.append((full_values(engine), flats, watch.beside))
     for values, flats, _ in runs[1:]:
         same(values, runs[0][0], stage)
@@ -288,7 +288,7 @@ def _again() -> None:
         _, engine, _ = train(3, offload(None, "auto", True), steps=1)
         engine.gatherer.release_all()
         bucket = next(b for b in engine.buckets if not b.resident)
-        bucket.begin_early_step()
+        bucket.grads.begin_early_step()
         with pytest.raises(RuntimeError, match="needed again after its gradients were complete"):
             bucket.gather()
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ConfigError
-from lt_zero.core.engine.bucket import State
+from lt_zero.core.engine.compute_copy import State
 from lt_zero.features.zero_plus_plus.zero_plus_plus import GRADIENTS, GRADIENTS_INSIDE, WEIGHTS
 from tests.support.checkpoint_tools import copied, resume, same, train
 from tests.support.features import skip_without
@@ -244,7 +244,7 @@ def _rounded_updates(stage: int, offload: str) -> None:
             for span in bucket.layout.spans:
                 flat[span.lo : span.hi] = found[span.name].flatten()
             flat = torch.cat([WEIGHTS.decoded(shard) for shard in flat.chunk(dist.get_world_size())])
-            torch.testing.assert_close(bucket.flat, flat, rtol=0, atol=0)
+            torch.testing.assert_close(bucket.compute.flat, flat, rtol=0, atol=0)
             for span in bucket.layout.spans:
                 plain.get_parameter(span.name).data.copy_(flat[span.lo : span.hi].view(span.shape))
     with torch.no_grad():
