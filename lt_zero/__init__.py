@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lt_zero.common.errors import BLOCK_CHECKS
-from lt_zero.common.places import import_public
+from lt_zero.common.places import public_names
 
 if TYPE_CHECKING:
     from lt_zero.checkpoint.export import export as export
@@ -132,18 +132,16 @@ def _is_there(module: str) -> bool:
 
 
 _FOLDER = os.path.dirname(__file__)
-_SUBMODULES = ("attention", "parallel", "utils", "zero")  # ``lt_zero.zero.Init`` as DeepSpeed's scripts write it
+# As ``lt_zero.optim.Lamb`` in the documentation, and ``lt_zero.zero.Init`` as DeepSpeed's scripts write it.
+_SUBMODULES = ("attention", "ops", "optim", "parallel", "utils", "zero")
 __all__ = [name for name, module in _MODULES.items() if _is_there(module)]
 
 
+_import_name = public_names(__name__, {name: f"{__name__}.{module}" for name, module in _MODULES.items()})
+
+
 def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_public(f"{__name__}.{_MODULES[name]}", f"{__name__}.{name}"), name)
-    globals()[name] = value
-    return value
+    return importlib.import_module(f"{__name__}.{name}") if name in _SUBMODULES else _import_name(name)
 
 
 def _check_block(kind: str, *block: Any) -> Any:

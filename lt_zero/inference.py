@@ -29,7 +29,6 @@ from lt_zero.config.precision import dtype_policy, resolve_mode
 from lt_zero.core.ask import divide
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
-from lt_zero.core.engine.full_params import sync_buffers
 from lt_zero.features import features_of
 from lt_zero.training.build import shard
 
@@ -90,7 +89,7 @@ def inference(
     # Weights rest in the dtype in which they compute.
     how = replace(policy, low_master=True)
     engine = shard(module, chosen, device, how, training=False, saved=saved, **parts)
-    sync_buffers(engine)
+    engine.buffers.sync()
     return module
 
 

@@ -21,8 +21,8 @@ from lt_zero.core.ask import configure_group
 from lt_zero.core.comm.process_groups import init_distributed, is_part, joining
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
+from lt_zero.core.engine.construction import ConstructionSharder
 from lt_zero.core.engine.full_params import gathered
-from lt_zero.core.engine.materialize import ConstructionSharder
 from lt_zero.features import features_of
 
 

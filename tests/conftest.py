@@ -3,8 +3,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -16,6 +18,7 @@ import torch
 from hypothesis import settings
 from simulated_nodes import SimulatedNodes
 
+from tests.support.features import OfParallel, there
 from tests.support.nodes import NodePool, unavailable
 from tests.support.pool import Pool
 
@@ -44,6 +47,11 @@ LONG = (
     "tests/offload/test_private_folder.py",
     "tests/training/lightning/test_signals.py",
 )
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Skip files of tests that need ``lt_zero.parallel`` if it was taken out."""
+    return None if there("parallel") else OfParallel.from_parent(parent, path=module_path)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -90,10 +98,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def _as_found() -> Iterator[None]:
     """A Trainer that runs in this process leaves a process group and variables for its ranks: not for the next test."""
-    environment = dict(os.environ)
+    environment, modules = dict(os.environ), len(sys.modules)
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if os.environ != environment:
         os.environ.clear()
         os.environ.update(environment)
+    if len(sys.modules) > modules:
+        # As for what was imported before: most modules are imported when a test first needs them.
+        gc.collect()
+        gc.freeze()

@@ -80,7 +80,7 @@ HELD = {
     "exchange": {"exchange", "gathers"},
 }
 # Attributes of torch's objects, and assignments to other objects whose attributes have names of core objects'.
-OF_TORCH = {"data", "training", "state"}
+OF_TORCH = {"data", "training", "state", "tensor"}
 OTHERS = {
     ("checkpoint/upload", "self._stream.closed"),
     ("common/compat/of_lightning", "child._dtype"),

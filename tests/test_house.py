@@ -273,7 +273,7 @@ def test_a_fit_that_hangs_is_a_problem(tmp_path: Path) -> None:
 STATEMENT = re.compile(r"^(?:from +([\w.]+) +import +(\([^)]*\)|.*)|import +(.*))$", re.MULTILINE)
 # Public names of features, and the modules that they are of.
 PUBLIC = {f"lt_zero.{name}": f"lt_zero.{module}" for name, module in lt_zero._MODULES.items()}
-PUBLIC |= {f"lt_zero.optim.{name}": module for name, module in lt_zero.optim._LATER.items()}
+PUBLIC |= {f"lt_zero.optim.{name}": module for name, module in lt_zero.optim._MODULES.items()}
 PUBLIC |= {"lt_zero.attention": "lt_zero.features.sparse_attention"}
 
 

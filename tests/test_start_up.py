@@ -27,6 +27,7 @@ def test_after_lightning_the_package_costs_nothing_and_its_cli_knows_the_short_n
     code = (
         "import sys, lightning.pytorch; before = set(sys.modules)\n"
         "import lt_zero; print(*sorted(set(sys.modules) - before))\n"
+        "print(lt_zero.optim.Lamb.__name__, lt_zero.ops.__name__, lt_zero.inference.__name__)\n"
         "from lightning.pytorch.strategies import StrategyRegistry\n"
         "print(type(StrategyRegistry.get('zero_2')) is lt_zero.ZeroStrategy)\n"
         "from lightning.pytorch.cli import LightningCLI\n"
@@ -36,11 +37,12 @@ def test_after_lightning_the_package_costs_nothing_and_its_cli_knows_the_short_n
         "print(type(cli.trainer.strategy) is lt_zero.ZeroStrategy, cli.trainer.strategy.stage)"
     )
     lines = python("-c", code).stdout.splitlines()
-    imported, registered = lines[:2]
-    of_compat = {f"lt_zero.common.compat{name}" for name in ("", ".of_hydra", ".of_lightning")}
+    imported, named, registered = lines[:3]
+    of_compat = {f"lt_zero.common.compat{name}" for name in ("", ".of_lightning")}
     light = {"lt_zero", *(f"lt_zero.common{name}" for name in ("", ".errors", ".output", ".places"))}
     light |= {"lt_zero.training", "lt_zero.training.lightning", "lt_zero.training.lightning.names"}
     assert set(imported.split()) <= light | of_compat
+    assert named == "Lamb lt_zero.ops inference", "as the documentation writes them"
     assert registered == "True"
     assert lines[-1] == "True 2"
 

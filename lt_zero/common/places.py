@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -37,6 +39,25 @@ def import_public(module: str, name: str) -> ModuleType:
             raise  # the feature is there, and lacks a library
         text = f"{name} is not installed: there is no module {missing}. Install lt_zero with it."
         raise NotInstalled(text, name=missing) from None
+
+
+def public_names(package: str, modules: Mapping[str, str], shown: str = "") -> Callable[[str], Any]:
+    """The ``__getattr__`` of a package whose public names are imported when they are first used.
+
+    Args:
+        package: its name.
+        modules: the module of each name.
+        shown: the package in errors of names that are not installed; "": its name.
+    """
+
+    def import_name(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        found = getattr(import_public(modules[name], f"{shown or package}.{name}"), name)
+        setattr(sys.modules[package], name, found)
+        return found
+
+    return import_name
 
 
 def load_if_installed(place: str) -> Any:

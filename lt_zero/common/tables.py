@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import rich.console
 from rich.measure import Measurement
 from rich.table import Table
@@ -33,6 +36,14 @@ def show(table: Table, console: rich.console.Console | None = None) -> Table:
         table.width = max(console.width, natural - saved)
     console.print(table, crop=False)
     return table
+
+
+def show_values(rows: Sequence[tuple[str, Any, str]]) -> None:
+    """Print values of a configuration, one on each line, never cut to the width: their keys, they, where from."""
+    width = max((len(key) for key, _, _ in rows), default=0)
+    lines = [f"  {key.ljust(width)}  {value}  ({source})" for key, value, source in rows]
+    if lines:
+        RunConsole().print("\n".join(["Configuration:", *lines]), markup=False, highlight=False, soft_wrap=True)
 
 
 def bytes_cell(nbytes: float, digits: int = 2) -> str:

@@ -18,11 +18,11 @@ from lt_zero.common.output import printable
 from lt_zero.config import catalog
 from lt_zero.config.applicability import Face, refused, without_effect
 from lt_zero.config.document import HIDDEN, MISSING, Document, leaves, masked, without_told
+from lt_zero.config.files import parsed
 from lt_zero.config.fsdp import added, converted, verdicts
 from lt_zero.config.fsdp_files import is_for_fsdp
 from lt_zero.config.keys import AUTO, NO_EFFECT, lookup
 from lt_zero.config.load import Loaded, ZeroConfig, examine, plain, resolved
-from lt_zero.config.read import parsed
 from lt_zero.config.rules import switched_off
 
 _SECRET = "???"  # in place of its value

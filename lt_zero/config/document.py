@@ -16,6 +16,7 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
 HIDDEN = "***"
 DEEPEST = 50  # mappings and lists inside each other; real files have 6
 MOST_VALUES = 10_000  # real files have 100; shared mappings, such as YAML's aliases, can expand to more than memory
+LONGEST_TEXT = 10_000  # characters of a text with interpolations
 
 
 _INTERPOLATION = re.compile(r"\$\{|^\?\?\?\Z")
@@ -158,6 +159,20 @@ def mapped(value: Any, change: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
     if isinstance(value, list):
         return [mapped(item, change) for item in value]
     return change(value)
+
+
+def literal(values: Any) -> Any:
+    """``values`` as interpolations.py has to be given them if it is to leave them as they are."""
+    return mapped(values, lambda leaf: _quoted(leaf) if isinstance(leaf, str) else leaf)
+
+
+def _quoted(text: str) -> str:
+    """A text that OmegaConf reads as ``text``, whatever is in it."""
+    if len(text) > LONGEST_TEXT and "${" in text:
+        raise ConfigError(
+            f"{text[:60]!r}... may become too long, more than {LONGEST_TEXT:,} characters with ${{ in them"
+        )
+    return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + "\\${", text)
 
 
 def too_many(name: str, what: str) -> ConfigError:

@@ -17,7 +17,18 @@ from itertools import accumulate, combinations
 from typing import Any
 
 from lt_zero.common.errors import ConfigError, Path, dotted
-from lt_zero.config.document import DEEPEST, HIDDEN, MOST_VALUES, Document, leaves, mapped, masking, too_many
+from lt_zero.config.document import (
+    DEEPEST,
+    HIDDEN,
+    LONGEST_TEXT,
+    MOST_VALUES,
+    Document,
+    leaves,
+    literal,
+    mapped,
+    masking,
+    too_many,
+)
 
 _ENVIRONMENT = re.compile(r"\$\{\s*(?:\w+\.)*env\s*:")
 _COMPOSED = re.compile(r"\$\{[^}]*\$\{")  # a name that is put together from values
@@ -26,7 +37,6 @@ _PLAIN = (str, int, float, bool, type(None))
 _NOT_YET = "${lt_zero_resolves_this_later:}"
 _ROUNDS = 10  # names that depend on values that depend on values
 _MOST = 1000  # interpolations in a configuration, of which real ones have ten
-_LONGEST = 10_000  # characters of a text with interpolations
 _MOST_TEXT = 10_000_000  # characters that one text, or all, may become
 
 
@@ -52,7 +62,7 @@ def resolve(document: Document) -> Document:
     """
     if not (texts := document.interpolations()):
         return document
-    from lt_zero.common.compat import environment_read
+    from lt_zero.common.compat.of_hydra import environment_read
 
     document = document.copy()
     _check(document, texts)
@@ -81,9 +91,9 @@ def _check(document: Document, texts: dict[Path, str]) -> None:
         if text == "???":
             document.problem(path, f"{dotted(path)} is ???, a value that is to be given; set it, or delete the key")
             continue
-        if len(text) > _LONGEST or _depth(text) > DEEPEST:
+        if len(text) > LONGEST_TEXT or _depth(text) > DEEPEST:
             shown = f"{dotted(path)}: {text[:60]!r}... is too long for an interpolation, or its brackets are too deep"
-            document.problem(path, f"{shown}; write it as several keys, of {_LONGEST:,} characters at most")
+            document.problem(path, f"{shown}; write it as several keys, of {LONGEST_TEXT:,} characters at most")
             continue
         try:
             OmegaConf.create([text])
@@ -198,20 +208,8 @@ class _Texts:
         self._holder(path)[path[-1]] = value
 
 
-def literal(values: Any) -> Any:
-    """``values`` as ``resolve`` has to be given them if it is to leave them as they are."""
-    return mapped(values, lambda leaf: _quoted(leaf) if isinstance(leaf, str) else leaf)
-
-
 def _size(leaf: Any) -> int:
     return len(leaf) if isinstance(leaf, str) else 8
-
-
-def _quoted(text: str) -> str:
-    """A text that OmegaConf reads as ``text``, whatever is in it."""
-    if len(text) > _LONGEST and "${" in text:
-        raise ConfigError(f"{text[:60]!r}... may become too long, more than {_LONGEST:,} characters with ${{ in them")
-    return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + "\\${", text)
 
 
 def _ordered(texts: dict[Path, str]) -> list[Path]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
-from itertools import count, takewhile
+from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -96,11 +96,21 @@ def aliases() -> tuple[KeyStatus, ...]:
     return tuple(row for row in rows() if row.status == "alias")
 
 
-def lookup(path: KeyPath) -> KeyStatus | None:
-    """The most specific row for a key or block, or None."""
-    found: dict[tuple[int, ...], KeyStatus] = {}  # by how general each segment is
+@cache
+def _patterns() -> Mapping[str, Sequence[tuple[list[str], KeyStatus]]]:
+    """The segments and rows of all keys, by their last segment."""
+    found: dict[str, list[tuple[list[str], KeyStatus]]] = {}
     for row in rows():
         pattern = row.key.split(".")
+        found.setdefault(pattern[-1], []).append((pattern, row))
+    return found
+
+
+def lookup(path: KeyPath) -> KeyStatus | None:
+    """The most specific row for a key or block, or None."""
+    patterns = _patterns()
+    found: dict[tuple[int, ...], KeyStatus] = {}  # by how general each segment is
+    for pattern, row in chain.from_iterable(patterns.get(last, ()) for last in {str(path[-1]), "*", "**"}):
         end = len(pattern) - 1 if pattern[-1] == "**" else None
         if _fits(path[:end], pattern[:end]):
             found[tuple({"*": 1, "**": 2}.get(part, 0) for part in pattern)] = row

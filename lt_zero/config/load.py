@@ -19,10 +19,8 @@ from lt_zero.common.fields import Block, block_of, item_block_of, key, keys_of, 
 from lt_zero.common.users_code import warn
 from lt_zero.common.variables import check_variables
 from lt_zero.config.blocks import ActivationCheckpointing, Schema, ZeroOptimization
-from lt_zero.config.document import MISSING, Document, Notice, masked, masking, secrets
-from lt_zero.config.interpolations import literal, resolve
+from lt_zero.config.document import MISSING, Document, Notice, literal, masked, masking, secrets
 from lt_zero.config.keys import NO_EFFECT, below, classify, lookup, rename
-from lt_zero.config.overrides import apply
 from lt_zero.config.read import read
 from lt_zero.config.rules import contradictions, inactive
 from lt_zero.features import MissingBlock, own_blocks, registered_blocks
@@ -278,9 +276,7 @@ def examine(
             return Loaded({}, config=config, notices=told)
         values: dict[str, Any] = literal(plain(config))  # resolved once, when it was made
         known, config = config.secret, values
-    document = apply(read(config), overrides)
-    if document.interpolations():
-        document = resolve(document)
+    document = _resolved(_overridden(read(config), overrides))
     document.secret |= known
     mask = masking(document)
     try:
@@ -343,10 +339,28 @@ def _findings(document: Document, mask: Callable[[str], str]) -> tuple[list[Prob
     return sorted(problems, key=place), list(notices)
 
 
+def _overridden(document: Document, overrides: Sequence[str]) -> Document:
+    """``document`` with ``overrides`` applied. Errors: those of ``apply``."""
+    if isinstance(overrides, (list, tuple)) and not overrides:
+        return document
+    from lt_zero.config.overrides import apply
+
+    return apply(document, overrides)
+
+
+def _resolved(document: Document) -> Document:
+    """``document`` without interpolations. Errors: those of ``resolve``."""
+    if not document.interpolations():
+        return document
+    from lt_zero.config.interpolations import resolve
+
+    return resolve(document)
+
+
 def _of_environment(document: Document, overrides: Sequence[str]) -> Document:
     """Apply overrides from ``LT_ZERO_OVERRIDES``, which errors name."""
     try:
-        return resolve(apply(document, overrides))
+        return _resolved(_overridden(document, overrides))
     except ConfigError as error:
         where = f"{OVERRIDES} in the environment: "
         raise ConfigError([replace(problem, message=where + problem.message) for problem in error.problems]) from None

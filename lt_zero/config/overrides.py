@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from lt_zero.common.errors import ConfigError, Mark, Path, Problem, dotted
 from lt_zero.config.document import DEEPEST, Document, mapped, names_secret, secrets, without_told
-from lt_zero.config.read import parse_yaml
+from lt_zero.config.files import parse_yaml
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
-    from lt_zero.common.compat import HydraOverride
+    from lt_zero.common.compat.of_hydra import HydraOverride
 
 _WORD = re.compile(r"[\w.-]+")
 
@@ -76,7 +76,7 @@ def _shown(text: object) -> str:
 
 
 def _parsed(text: object) -> HydraOverride:
-    from lt_zero.common.compat import HydraSyntaxError, parse_override
+    from lt_zero.common.compat.of_hydra import HydraSyntaxError, parse_override
 
     if not isinstance(text, str):
         raise ConfigError(f"an override is text, not {type(text).__name__}; write it as 'key=value'")

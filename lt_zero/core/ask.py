@@ -10,7 +10,7 @@ import torch
 from lt_zero.core.comm.options import GroupOptions
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
-from lt_zero.core.division import Division
+from lt_zero.core.division import Division, PlannedDivision
 from lt_zero.core.engine.bucket import Bucket, GatherStrategy
 from lt_zero.core.engine.exchange_plan import ExchangePlan
 from lt_zero.core.engine.offload import Offload
@@ -53,6 +53,18 @@ def divide(features: Sequence[Feature], group: ShardGroup, config: Any) -> Divis
         if (found := feature.divide(group)) is not None:
             return found
     return Division(group, config)
+
+
+def plan_division(features: Sequence[Feature], ranks: int) -> PlannedDivision:
+    """Plan the division of a run of so many ranks, as ``divide`` makes it.
+
+    Raises:
+        ConfigError: the ranks cannot be divided so.
+    """
+    for feature in features:
+        if (found := feature.plan_division(ranks)) is not None:
+            return found
+    return PlannedDivision()
 
 
 def adapted(options: EngineOptions, features: Sequence[Feature], training: bool = True) -> EngineOptions:

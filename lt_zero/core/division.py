@@ -7,17 +7,20 @@ these brings another one (``Feature.divide``).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lt_zero.common.transformers_models import warn_of_caches
 from lt_zero.core.place_in_run import PlaceInRun
 
 if TYPE_CHECKING:  # the core asks it nothing
+    from lt_zero.common.boxes import ParamSpec
     from lt_zero.common.compat import DeviceMesh
     from lt_zero.core.comm.shard_group import ShardGroup
     from lt_zero.core.comm.world import World
@@ -61,6 +64,38 @@ class RowRanks(Protocol):
 
     @property
     def method(self) -> str: ...
+
+
+class PlannedParts(NamedTuple):
+    """The part of a module that a rank has, where it has not all of it.
+
+    Attributes:
+        tensors: the parts of tensors that it has.
+        stacks: the parts of stacks that it has, tensors with one entry for each of several modules.
+        shared: parameters that other modules have, too, and how many have them.
+        layers: of the module, if other ranks have those before and after; 0: there are no others.
+    """
+
+    tensors: Sequence[ParamSpec] = ()
+    stacks: Sequence[ParamSpec] = ()
+    shared: Mapping[Parameter, int] = MappingProxyType({})
+    layers: int = 0
+
+
+class PlannedDivision:
+    """A run that is planned, without processes: each rank has the whole model."""
+
+    def building(self, number: int) -> AbstractContextManager[None]:
+        """Context in which a user builds module ``number`` of those that ranks have parts of a model in."""
+        return nullcontext()
+
+    def parts(self, module: nn.Module) -> PlannedParts:
+        """The part of ``module`` that the first of its ranks has.
+
+        Raises:
+            ConfigError: it cannot be divided.
+        """
+        return PlannedParts()
 
 
 class Division:
@@ -295,10 +330,12 @@ class PartOfRun(nn.Module):
     """A module that asks for the configuration of the run which trains it.
 
     Attributes:
+        layers_on_ranks: how many layers ranks have one after the other; 0: each has the whole module.
         loop_engine: where the class is by which ``lt_zero.initialize`` trains it, ``module:class``; "": as any model.
     """
 
     loop_engine: ClassVar[str] = ""
+    layers_on_ranks = 0
 
     def follow(self, config: Any) -> None:
         """Follow the configuration of a run, which may not have been known when the module was made.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # who reads a configuration needs no engine
 
     from lt_zero.core.comm.shard_group import ShardGroup
     from lt_zero.core.comm.world import World
-    from lt_zero.core.division import Division
+    from lt_zero.core.division import Division, PlannedDivision
     from lt_zero.core.engine.bucket import Bucket, GatherStrategy
     from lt_zero.core.engine.engine import Engine
     from lt_zero.core.engine.exchange_plan import ExchangePlan
@@ -128,6 +128,14 @@ class Feature:
             plan: of the buckets.
             skips_steps: steps may be skipped.
             group: the ranks with the same model.
+        """
+        return None
+
+    def plan_division(self, ranks: int) -> PlannedDivision | None:
+        """Plan how a run of so many ranks will be divided; None: leave it to other features. See ``divide``.
+
+        Raises:
+            ConfigError: the ranks cannot be divided so.
         """
         return None
 

@@ -1,5 +1,5 @@
 // Block-wise compression: what the CPU's and CUDA's kernels share. The format, and where its numbers come from, is
-// described in lt_zero/kernels/quantize.py and features/quantize/nf4.py, beside the torch references.
+// described in lt_zero/kernels/blocks.py and features/quantize/nf4.py, beside the torch references.
 //
 // Every sum and maximum over a block is exact, so its order is free and all implementations give the same bits:
 // magnitudes are compared as integers, and added up in fp64 after rounding them to a common unit.

@@ -105,7 +105,7 @@ typedef struct {
 } lt_rounding;
 
 // Flat tensors of `numel` elements, one row behind the other, in blocks with a scale each. Each row has a buffer of its
-// own, and these follow each other, too; lt_zero/kernels/quantize.py describes them.
+// own, and these follow each other, too; lt_zero/kernels/blocks.py describes them.
 typedef struct {
     int64_t rows;               // up to 65535
     int64_t numel;              // of a row

@@ -33,6 +33,12 @@ def _of_parts(name: str, key: str, is_asked: Callable[[Any], bool]) -> Entry:
     return Entry(name, "lt_zero.parallel.feature:Parallelism", key, is_asked)
 
 
+def _of_pipelines(key: str, is_asked: Callable[[Any], bool]) -> Entry:
+    """The row of a key of ``pipeline`` that asks for pipelines, whose ranks are an axis of the mesh."""
+    place = "lt_zero.parallel.pipeline.feature:Pipelines"
+    return Entry("pipeline parallelism", place, f"pipeline.{key}", lambda config: is_asked(config.pipeline))
+
+
 def _with_block(name: str, place: str, key: str, block: str, off: Mapping[str, Any]) -> Entry:
     """The row of a feature that brings a block, and is off while keys of the block have the values ``off``."""
 
@@ -46,11 +52,8 @@ def _with_block(name: str, place: str, key: str, block: str, off: Mapping[str, A
 _TABLE = (
     _of_parts("tensor parallelism", "tensor_parallel.autotp_size", lambda c: c.tensor_parallel.autotp_size > 1),
     _of_parts("pipeline parallelism", "pipeline.stages", lambda c: c.pipeline.ranks > 1),
-    _of_parts(
-        "pipeline parallelism",
-        "pipeline.activation_checkpoint_interval",
-        lambda c: c.pipeline.activation_checkpoint_interval > 0,
-    ),
+    _of_pipelines("stages", lambda block: block.ranks > 1),
+    _of_pipelines("activation_checkpoint_interval", lambda block: block.activation_checkpoint_interval > 0),
     _of_parts("sequence parallelism", "sequence_parallel_size", lambda c: c.sequence_parallel_size > 1),
     _of_parts("expert parallelism", "expert_parallel.autoep_size", lambda c: c.expert_parallel.ranks > 1),
     _of_parts("the mesh of ranks", "data_parallel_size", lambda c: c.data_parallel_size is not None),

@@ -5,11 +5,10 @@ The steps and flat operations are ``torch.library`` operators (``torch.ops.lt_ze
 where that is impossible, the references run (see ``lt-zero ops report``).
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lt_zero.common.codec import Codec
-from lt_zero.common.places import import_public, is_there
-from lt_zero.kernels.codecs import INT4, INT8, ONE_BIT, TWO_BITS, BlockCodec, TopK
+from lt_zero.common.places import is_there, public_names
 from lt_zero.kernels.dispatch import DTYPES, available, fits
 from lt_zero.kernels.flat import (
     accumulate,
@@ -21,22 +20,6 @@ from lt_zero.kernels.flat import (
     take_edits,
     take_edits_reference,
 )
-from lt_zero.kernels.huffman import (
-    CorruptError,
-    huffman_decode,
-    huffman_decode_reference,
-    huffman_encode,
-    huffman_encode_reference,
-)
-from lt_zero.kernels.quantize import (
-    dequantize,
-    dequantize_sum,
-    dequantize_sum_reference,
-    quantize,
-    quantize_reference,
-    quantized_nbytes,
-)
-from lt_zero.kernels.sparsify import decode_topk_add, encode_topk, select_topk, select_topk_reference, topk_max_nbytes
 from lt_zero.kernels.steps import (
     adagrad_step,
     adagrad_step_reference,
@@ -53,7 +36,48 @@ from lt_zero.kernels.steps import (
 )
 
 if TYPE_CHECKING:
+    from lt_zero.kernels.blocks import (
+        dequantize,
+        dequantize_sum,
+        dequantize_sum_reference,
+        quantize,
+        quantize_reference,
+        quantized_nbytes,
+    )
+    from lt_zero.kernels.codecs import INT4, INT8, ONE_BIT, TWO_BITS, BlockCodec, TopK
+    from lt_zero.kernels.huffman import (
+        CorruptError,
+        huffman_decode,
+        huffman_decode_reference,
+        huffman_encode,
+        huffman_encode_reference,
+    )
     from lt_zero.kernels.rounding import round_stochastic, round_stochastic_reference
+    from lt_zero.kernels.sparsify import (
+        decode_topk_add,
+        encode_topk,
+        select_topk,
+        select_topk_reference,
+        topk_max_nbytes,
+    )
+
+# Imported when they are first used, by their modules: a run that compresses and rounds nothing uses none of them.
+_LATER = {
+    "lt_zero.kernels.blocks": (
+        *("dequantize", "dequantize_sum", "dequantize_sum_reference"),
+        *("quantize", "quantize_reference", "quantized_nbytes"),
+    ),
+    "lt_zero.kernels.codecs": ("BlockCodec", "INT4", "INT8", "ONE_BIT", "TWO_BITS", "TopK"),
+    "lt_zero.kernels.huffman": (
+        *("CorruptError", "huffman_decode", "huffman_decode_reference"),
+        *("huffman_encode", "huffman_encode_reference"),
+    ),
+    "lt_zero.kernels.sparsify": (
+        *("decode_topk_add", "encode_topk"),
+        *("select_topk", "select_topk_reference", "topk_max_nbytes"),
+    ),
+    "lt_zero.kernels.rounding": ("round_stochastic", "round_stochastic_reference"),
+}
 
 __all__ = [
     "BlockCodec",
@@ -106,8 +130,6 @@ __all__ = [
 if is_there("lt_zero.kernels.rounding"):
     __all__ += ["round_stochastic", "round_stochastic_reference"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in ("round_stochastic", "round_stochastic_reference"):  # imported when they are asked for
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_public("lt_zero.kernels.rounding", f"lt_zero.ops.{name}"), name)
+__getattr__ = public_names(
+    __name__, {name: module for module, names in _LATER.items() for name in names}, shown="lt_zero.ops"
+)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.common.codec import Codec
-from lt_zero.kernels.quantize import (
+from lt_zero.kernels.blocks import (
     check_flat,
     dequantize_rows,
     dequantize_sum,
@@ -24,7 +24,7 @@ from lt_zero.kernels.sparsify import VALUES, decode_topk_add, encode_topk, topk_
 
 @dataclass(frozen=True)
 class BlockCodec(Codec):
-    """Block-wise compression (``lt_zero.kernels.quantize``).
+    """Block-wise compression (``lt_zero.kernels.blocks``).
 
     Attributes:
         bits: of an element: 8, 4, 2 or 1.

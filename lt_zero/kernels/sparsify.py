@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from lt_zero.common import accelerator
+from lt_zero.kernels.blocks import check_flat
 from lt_zero.kernels.dispatch import address, call, native, pointer
 from lt_zero.kernels.huffman import OVERHEAD, CorruptError, huffman_decode, huffman_encode, huffman_store
-from lt_zero.kernels.quantize import check_flat
 
 VALUES = {torch.float32: 0, torch.bfloat16: 1}  # how values are kept; fp16 would overflow
 _HEADER = struct.Struct("<qqBB6x")  # elements of the tensor, of them encoded, dtype of values, shift

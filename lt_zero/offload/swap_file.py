@@ -18,7 +18,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lt_zero.core.stores.direct_file import BlockFile, trouble
-from lt_zero.core.stores.pinned import check_buffer, checksum, checksum_weights, rounded
+from lt_zero.core.stores.pinned import check_buffer, checksum, rounded
 from lt_zero.core.stores.thread_pool import EXIT_PATIENCE, IoPool, SwapError, Transfer, log
 
 _told: set[str] = set()
@@ -85,7 +85,6 @@ class SwapFile:
         self.path, self._pool = path, pool
         self._file = BlockFile(path, retries=pool.retries)
         self._step = rounded(pool.block_size, self._file.unit)
-        self._weights = checksum_weights(self._step)  # 1D
         lengths = [rounded(size, self._file.unit) for size in sizes]
         self.nbytes = sum(lengths)
         self._file.allocate(self.nbytes)
@@ -173,7 +172,7 @@ class SwapFile:
     def _write_block(self, record: _RecordState, tensor: Tensor, index: int) -> None:
         block, offset = self._block(record, tensor, index)
         if self._pool.checksum:
-            record.sums[index] = checksum(block, self._weights)
+            record.sums[index] = checksum(block)
         self._file.write(block, offset)
 
     def _read_block(self, record: _RecordState, tensor: Tensor, index: int) -> None:
@@ -183,7 +182,7 @@ class SwapFile:
             )
         block, offset = self._block(record, tensor, index)
         self._file.read(block, offset)
-        if self._pool.checksum and (found := checksum(block, self._weights)) != record.sums[index]:
+        if self._pool.checksum and (found := checksum(block)) != record.sums[index]:
             raise SwapError(
                 f"Wrong checksum of {block.numel()} bytes at offset {offset} of {self.path} (record {record.index}):"
                 f" {found:#x}, expected {record.sums[index]:#x}. The disk, its driver or another program changed the"

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lt_zero.common.places import import_public, is_there
+from lt_zero.common.places import is_there, public_names
 from lt_zero.features import is_installed
-from lt_zero.optim.from_config import build_grouped, build_optimizer, build_scheduler, check_optimizer, check_scheduler
-from lt_zero.optim.grouping import param_groups
-from lt_zero.optim.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 if TYPE_CHECKING:
     from lt_zero.features.one_bit.onebit import OneBitAdam, OneBitLamb
     from lt_zero.features.one_bit.zero_one import ZeroOneAdam
+    from lt_zero.optim.from_config import (
+        build_grouped,
+        build_optimizer,
+        build_scheduler,
+        check_optimizer,
+        check_scheduler,
+    )
+    from lt_zero.optim.grouping import param_groups
     from lt_zero.optim.lamb import Lamb
     from lt_zero.optim.lion import Lion
     from lt_zero.optim.muon import Muon, muon_groups
+    from lt_zero.optim.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
-# Those that are imported when they are asked for, by their modules.
-_LATER = {
+_BUILDERS = ("build_grouped", "build_optimizer", "build_scheduler", "check_optimizer", "check_scheduler")
+_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
+# Imported when they are first used, by their modules: most runs use none of them.
+_MODULES = {
+    **dict.fromkeys(_BUILDERS, "lt_zero.optim.from_config"),
+    **dict.fromkeys(_SCHEDULES, "lt_zero.optim.schedules"),
+    "param_groups": "lt_zero.optim.grouping",
     "Lamb": "lt_zero.optim.lamb",
     "Lion": "lt_zero.optim.lion",
     "Muon": "lt_zero.optim.muon",
@@ -41,16 +52,15 @@ __all__ = [
     "check_scheduler",
     "param_groups",
 ]
+OPTIMIZERS: list[str] = []  # names of classes
 if is_there("lt_zero.optim.lamb"):
+    OPTIMIZERS += ["Lamb", "Lion", "Muon"]
     __all__ += ["Lamb", "Lion", "Muon", "muon_groups"]
 if is_installed("one_bit"):
+    OPTIMIZERS += ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"]
     __all__ += ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_public(_LATER[name], f"{__name__}.{name}"), name)
+__getattr__ = public_names(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

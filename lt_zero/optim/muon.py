@@ -15,7 +15,7 @@ Note [Which parameters]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -292,7 +292,18 @@ _NOT_THERE: Mapping[str, Any] = {
 def factory_of(name: str) -> Factory:
     """The factory of ``optimizer.type: Muon``."""
     own = Signature.of(Muon, _RULES).plus({**_NOT_THERE, "lr": RATE})
-    return Factory(own, _make, ungrouped=_HALVES, divide=muon_groups)
+    return Factory(own, _make, ungrouped=_HALVES, divide=muon_groups, shares=_shares)
+
+
+def _shares(optimizer: Optimizer) -> Iterator[tuple[str, str, str]]:
+    """The parameters that Muon steps, and those that Adam steps; see ``Factory.shares``."""
+    for by, uses_muon, which in (
+        ("Muon", True, "matrices of hidden layers"),
+        ("Adam", False, "all other parameters"),
+    ):
+        groups = [group for group in optimizer.param_groups if group["use_muon"] is uses_muon]
+        members = [p for group in groups for p in group["params"]]
+        yield f"stepped by {by}", f"{len(members)} of {sum(p.numel() for p in members):,} elements", which
 
 
 def _make(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:

@@ -35,6 +35,7 @@ class Factory:
         is_own: whether the class is lt_zero's or torch's, so that a trial instance is cheap and has no side effects.
         ungrouped: why ``optimizer.param_groups`` is not supported, and the remedy; "" if it is.
         divide: the parameter groups of a module, as ``muon_groups`` returns them; None: the parameters, as they are.
+        shares: lines for the user on the groups that ``divide`` has made: who steps them, how many, and which.
     """
 
     signature: Signature
@@ -42,6 +43,7 @@ class Factory:
     is_own: bool = True
     ungrouped: str = ""
     divide: Callable[[nn.Module, OfRanks], list[dict[str, Any]]] | None = None
+    shares: Callable[[Optimizer], Iterable[tuple[str, str, str]]] = lambda optimizer: ()
 
 
 RATE = number(0, example="1e-3")
@@ -117,7 +119,6 @@ UNSUPPORTED_SCHEDULERS: Mapping[str, str] = dict.fromkeys(
     ("LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"), f"{_OBJECTS}. {_IN_CODE}"
 )
 _METRIC = Annotated[str, Field(min_length=1, description="the name of a logged metric, such as val_loss")]
-PLATEAU = "ReduceLROnPlateau"  # stepped with a metric at the end of an epoch
 
 
 def optimizer_factory(name: Any) -> Factory:
@@ -186,7 +187,7 @@ def scheduler_factory(name: Any) -> Factory:
     known: dict[str, type] = {**{n: c for n, c in classes.items() if n not in UNSUPPORTED_SCHEDULERS}, **SCHEDULES}
     if name not in known:
         raise _wrong("scheduler", name, _nearest(name, [*SCHEDULES, *known]))
-    return _on_plateau() if name == PLATEAU else _from_class("scheduler", known[name])
+    return _on_plateau() if known[name] is ReduceLROnPlateau else _from_class("scheduler", known[name])
 
 
 @functools.cache

@@ -51,6 +51,11 @@ class Schedule(LRScheduler):
         super().__init__(optimizer, last_epoch=last_batch_iteration)
         self._keeps = False
 
+    @property
+    def last_batch_iteration(self) -> int:
+        """The position as DeepSpeed counts it."""
+        return self.last_epoch - 1
+
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Set the rates for the next optimizer step.
 

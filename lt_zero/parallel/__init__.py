@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lt_zero.common.places import import_public
+from lt_zero.common.places import public_names
 
 if TYPE_CHECKING:
     from lt_zero.parallel.experts import Dispatched as Dispatched
@@ -52,13 +52,7 @@ _MODULES = {
 
 __all__ = sorted(_MODULES)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_public(f"{__name__}.{_MODULES[name]}", f"{__name__}.{name}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = public_names(__name__, {name: f"{__name__}.{module}" for name, module in _MODULES.items()})
 
 
 def __dir__() -> list[str]:

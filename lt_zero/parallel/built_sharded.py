@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from lt_zero.core.engine.construction import ConstructionSharder
 from lt_zero.core.engine.guard import is_guarded, owner_of
-from lt_zero.core.engine.materialize import ConstructionSharder
 
 
 def cut_sharded(module: nn.Module, cut: Callable[[], object]) -> dict[Parameter, Callable[[], Tensor]]:

@@ -20,7 +20,6 @@ from lt_zero.core.engine.engine import Engine
 from lt_zero.core.feature import PlaceInRun
 from lt_zero.parallel.batches import check_same_batch
 from lt_zero.parallel.mesh import ParallelMesh
-from lt_zero.parallel.pipeline.position import Position
 from lt_zero.parallel.plan import keeping_ties
 from lt_zero.parallel.reductions import group_of_reduction
 from lt_zero.parallel.sequence.batches import HOOK, SIZE, leave_to_user
@@ -49,7 +48,11 @@ class DividedRun(Division):
         if mesh.sequence is not None:
             self.sequences = SequenceRun(mesh.sequence, mesh.sizes.tensor, mesh.sizes.pipeline)
             self.batch_cut = BatchCut(SIZE, mesh.sizes.sequence, HOOK)
-        self._position = Position(mesh.pipeline_rank, mesh.sizes.pipeline, config.pipeline)
+        self._asked_for: list[Any] = [mesh]  # by parts of models
+        if mesh.sizes.pipeline > 1:
+            from lt_zero.parallel.pipeline.position import Position
+
+            self._asked_for.append(Position(mesh.pipeline_rank, mesh.sizes.pipeline, config.pipeline))
         self._compared = set[str]()  # kinds of batches of which the first was compared
 
     # ---- ranks -------------------------------------------------------------------------------------------------
@@ -108,7 +111,7 @@ class DividedRun(Division):
 
     @override
     def find(self, kind: type[T]) -> T | None:
-        return next((part for part in (self._position, self.mesh) if isinstance(part, kind)), None)
+        return next((part for part in self._asked_for if isinstance(part, kind)), None)
 
     @property
     @override

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from torch import nn
-
+from lt_zero.config.parallel_sizes import ParallelSizes
 from lt_zero.core.comm.shard_group import ShardGroup
-from lt_zero.core.division import Division
+from lt_zero.core.division import Division, PlannedDivision
 from lt_zero.core.feature import Feature
 from lt_zero.parallel.division import DividedRun
 from lt_zero.parallel.mesh import mesh_of
-from lt_zero.parallel.pipeline.layers import refuse_interval
+from lt_zero.parallel.planned import PlannedMesh
 
 
 class Parallelism(Feature):
@@ -19,6 +18,5 @@ class Parallelism(Feature):
         mesh = mesh_of(self.config, group.world)
         return DividedRun(group, self.config, mesh) if mesh is not None else None
 
-    def prepare(self, module: nn.Module, group: ShardGroup, training: bool) -> None:
-        # Also before an evaluation: training may go on with its engine, and does not prepare the module again.
-        refuse_interval(module, self.config.pipeline)
+    def plan_division(self, ranks: int) -> PlannedDivision:
+        return PlannedMesh(self.config, ParallelSizes.of(self.config, ranks))

@@ -24,10 +24,8 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +40,13 @@ from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import SequenceParallel
 from lt_zero.config.options import group_options
+from lt_zero.config.parallel_sizes import ParallelSizes
 from lt_zero.core.ask import configure_group
 from lt_zero.core.comm.layer_ranks import TokenRanks
 from lt_zero.core.comm.part_ranks import PartRanks
 from lt_zero.core.comm.process_groups import one_queue
 from lt_zero.core.comm.sequence import SequenceGroup
 from lt_zero.core.comm.shard_group import ShardGroup
-from lt_zero.core.comm.stage_ranks import StageRanks
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.same_on_ranks import Snapshot, compare, described, model_facts
@@ -58,12 +56,15 @@ from lt_zero.parallel.built_sharded import cut_sharded
 from lt_zero.parallel.experts import AXIS, SIZE, cut_experts, is_of_experts
 from lt_zero.parallel.first_gradients import FirstGradients
 from lt_zero.parallel.local import LocalParts, is_cut, localize
-from lt_zero.parallel.pipeline.layers import Pipeline, pipeline_of, pipelines_in
-from lt_zero.parallel.pipeline.runner import Runner
 from lt_zero.parallel.plan import check_shared, parallelize, placements, table
 from lt_zero.parallel.replaced import Replaced
 from lt_zero.parallel.sequence.ranks import SequenceRanks
 from lt_zero.parallel.stacked_experts import take_over
+from lt_zero.parallel.stages import pipeline_of
+
+if TYPE_CHECKING:
+    from lt_zero.core.comm.stage_ranks import StageRanks
+    from lt_zero.parallel.pipeline.layers import Pipeline
 
 PIPELINE = "pipeline_parallel"
 DATA = "data_parallel"
@@ -74,113 +75,6 @@ _UNEVEN = (
     "experts on several ranks get tokens of all of these in each forward. Run as many forwards on all ranks, some of "
     f"them with inputs that are not used, or remove {SIZE}."
 )
-
-
-@dataclass(frozen=True)
-class ParallelSizes:
-    """Numbers of ranks along each axis of the mesh."""
-
-    data: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    sequence: int = 1
-    expert: int = 1  # of the data and sequence ranks
-
-    @classmethod
-    def of(cls, config: ZeroConfig, ranks: int) -> ParallelSizes:
-        """The sizes that the configuration asks for.
-
-        Raises:
-            ConfigError: they are not those of so many ranks.
-        """
-        tensor, stages = config.tensor_parallel.autotp_size, config.pipeline.ranks
-        sequence = config.sequence_parallel_size
-        asked = {
-            "tensor_parallel.autotp_size": tensor,
-            "pipeline.stages": stages,
-            "sequence_parallel_size": sequence,
-        }
-        together = prod(asked.values())
-        text = " and ".join(f"{key}={size}" for key, size in asked.items() if size > 1)
-        if ranks % together:
-            key = next(key for key, size in asked.items() if size > 1 and (ranks % size or size == max(asked.values())))
-            raise ConfigError.about(
-                key,
-                f"{text if together in asked.values() else f'{text}: {together}'} does not divide the {ranks} ranks of "
-                "this run. Use a divisor, or start another number of processes.",
-            )
-        data = config.data_parallel_size
-        if data not in (None, ranks // together):
-            raise ConfigError.about(
-                "data_parallel_size",
-                f"data_parallel_size={data}, but {ranks} ranks with {text or 'no other axis'} are {ranks // together} "
-                "data ranks. Remove the key, or change one of them.",
-            )
-        experts, others = config.expert_parallel.ranks, ranks // together * sequence
-        if others % experts:
-            kinds = "data and sequence ranks" if sequence > 1 else "data ranks"
-            raise ConfigError.about(
-                SIZE,
-                f"{SIZE}={experts} does not divide the {others} {kinds} of this run. Use a divisor, or start another "
-                "number of processes.",
-            )
-        return cls(ranks // together, tensor, stages, sequence, experts)
-
-    @property
-    def is_plain(self) -> bool:
-        """True if all ranks are data ranks, which have the same parameters."""
-        return self.tensor == self.pipeline == self.sequence == self.expert == 1
-
-    @property
-    def of_stage(self) -> int:
-        """The ranks that have the same stage of a pipeline."""
-        return self.data * self.of_data_rank
-
-    @property
-    def of_data_rank(self) -> int:
-        """The ranks of a stage that see the same data, which are neighbours."""
-        return self.sequence * self.tensor
-
-    @property
-    def with_part(self) -> int:
-        """The ranks of a stage that have the same part of what tensor ranks cut, and each see other tokens."""
-        return self.data * self.sequence
-
-    @property
-    def with_experts(self) -> int:
-        """The ranks of a stage that have the same experts."""
-        return self.of_stage // self.expert
-
-    def parts(self) -> Tensor:
-        """The ranks, [stages * tensor ranks, with_part]: rows have the same part of what tensor ranks cut."""
-        return self._all().flatten(1, 2).mT.reshape(-1, self.with_part)
-
-    def expert_rows(self) -> Tensor:
-        """The ranks, [..., expert]: rows have all experts, and send each other tokens."""
-        return self._by_experts().mT.reshape(-1, self.expert)
-
-    def expert_parts(self) -> Tensor:
-        """The ranks, [stages * expert, with_experts]: rows have the same experts."""
-        return self._by_experts().transpose(1, 2).reshape(-1, self.with_experts)
-
-    def _all(self) -> Tensor:
-        return torch.arange(self.pipeline * self.of_stage).view(self.pipeline, self.data, self.sequence, self.tensor)
-
-    def _by_experts(self) -> Tensor:
-        # Neighbours among the ranks that see other tokens: their sequence ranks, and then their data ranks.
-        return self._all().reshape(self.pipeline, -1, self.expert, self.tensor)
-
-    def firsts(self) -> range:
-        """One rank of each data rank, in their order."""
-        return range(0, self.of_stage, self.of_data_rank)
-
-    def data_rank(self, rank: int) -> int:
-        """Index of the data rank to which ``rank`` belongs."""
-        return rank % self.of_stage // self.of_data_rank
-
-    def sequence_rank(self, rank: int) -> int:
-        """Index of the part of sequences that ``rank`` sees."""
-        return rank // self.tensor % self.sequence
 
 
 class _ExpertRanks:
@@ -254,7 +148,11 @@ class ParallelMesh:
             made, how = SequenceGroup.joined(world, rows[along], groups[along]), (method.method, method.gather)
             # Without tensor ranks those that see other tokens are all ranks of a stage.
             self.sequence = SequenceRanks(made, self._cut or self.peers or world, *how, method.zigzag)
-        self._row = StageRanks(world, rows[AXES.index(PIPELINE)]) if sizes.pipeline > 1 else None
+        self._row: StageRanks | None = None
+        if sizes.pipeline > 1:
+            from lt_zero.core.comm.stage_ranks import StageRanks
+
+            self._row = StageRanks(world, rows[AXES.index(PIPELINE)])
         self._shared: dict[tuple[frozenset[int], bool], ShardGroup] = {}  # by the stages, and whether it is cut
 
     @property
@@ -292,6 +190,8 @@ class ParallelMesh:
         """
         if self.sizes.pipeline == 1:
             return
+        from lt_zero.parallel.pipeline.layers import pipelines_in
+
         facts, inside = dict[str, Any](), set[str]()
         for name, pipeline in pipelines_in(module):
             whole = f"of the pipeline {name!r}" if name else "of the pipeline"
@@ -406,6 +306,8 @@ class ParallelMesh:
         pipeline = pipeline_of(engine.root, self.sizes.pipeline)
         if pipeline is None:
             return
+        from lt_zero.parallel.pipeline.runner import Runner
+
         assert self._row is not None
         group = self.device_mesh[PIPELINE].get_group()
         counts = self.data_rank, self.sizes.data, config.micro_batches

@@ -10,9 +10,8 @@ from __future__ import annotations
 import gc
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from torch.optim import Optimizer
 
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.moment_form import stored_part
-from lt_zero.common.places import load_if_installed
+from lt_zero.common.places import is_there, load_if_installed
 from lt_zero.common.units import GB
 from lt_zero.config import ZeroConfig
 from lt_zero.core.comm.shard_group import ShardGroup
@@ -95,9 +94,26 @@ def _of_bucket(bucket: Bucket) -> dict[str, int]:
     return held
 
 
-_PLANNER = "lt_zero.planning.estimate:advice"  # imported when a check has failed
+_PLANNER = "lt_zero.planning.estimate"  # imported when a check has failed
 
-Advice = Callable[[int, int], str]  # (bytes of the host, ranks on it) -> remedy
+
+class CheckedRun(NamedTuple):
+    """A run whose memory is checked. ``optimizer``: as for ``estimate``, which is asked for a setting that fits."""
+
+    root: nn.Module
+    config: ZeroConfig
+    policy: DtypePolicy
+    setup: Setup
+    optimizer: str | float
+
+    def forecast(self, plan: EnginePlan) -> Forecast:
+        return forecast(plan, self.config, self.policy, self.setup)
+
+    def remedy(self, host: int, ranks: int) -> str:
+        """Tell what to do about so many ``ranks`` that need more than the ``host`` bytes of their host."""
+        advise = load_if_installed(f"{_PLANNER}:advice")
+        skipping = "LT_ZERO_MEMORY_CHECK=0 skips this check."
+        return f"{advise(self, host, ranks)} {skipping}" if advise else skipping
 
 
 def check_build(
@@ -113,7 +129,8 @@ def check_build(
     setup = Setup(
         group, group.size, kind_of(group.device), states=0.0, kernels=frozenset(), training=training, saves=False
     )
-    cast = forecast(plan, config, policy, setup)
+    run = CheckedRun(plan.root, config, policy, setup, "adam")
+    cast = run.forecast(plan)
     taken: Counter[str] = Counter()  # bytes that parameters take now, by the kind of device
     for bucket in plan.buckets:
         for _, parameter in bucket.parameters:
@@ -121,8 +138,7 @@ def check_build(
                 continue
             parts = group.mesh.shards if is_guarded(parameter) else 1  # guarded: sharded at construction
             taken[kind_of(parameter.device)] += parameter.data.numel() * parameter.dtype.itemsize // parts
-    advice = partial(_advice, plan.root, config, policy, setup, "adam")
-    _check(cast, list(cast.phases), taken, config.max_cpu_gb, group.world, advice)
+    _check(run, cast, list(cast.phases), taken, group.world)
 
 
 def check_optimizers(
@@ -152,11 +168,11 @@ def check_optimizers(
     with without_torch_function():
         # A pipeline cuts batches into micro-batches.
         setup = setup_of(engine, optimizers, accumulates or config.micro_batches > 1, saves, averages)
-        cast = forecast(engine.plan, config, engine.policy, setup)
+        run = CheckedRun(engine.root, config, engine.policy, setup, setup.states * torch.float32.itemsize)
+        cast = run.forecast(engine.plan)
     phases = [phase for phase in cast.phases if phase != "build"]
     held = sum(nbytes for kind, nbytes in measured(engine).items() if kind != RESTING)
-    advice = partial(_advice, engine.root, config, engine.policy, setup, setup.states * torch.float32.itemsize)
-    _check(cast, phases, {kind_of(engine.device): held}, config.max_cpu_gb, engine.world, advice)
+    _check(run, cast, phases, {kind_of(engine.device): held}, engine.world)
 
 
 def setup_of(
@@ -172,32 +188,19 @@ def setup_of(
     return Setup(group, per_node, of_device, states, kernels, accumulates, saves=saves, averages=averages)
 
 
-def _check(
-    cast: Forecast,
-    phases: Sequence[str],
-    taken: Mapping[str, int],
-    max_cpu_gb: float | None,
-    world: World,
-    advice: Advice,
-) -> None:
+def _check(run: CheckedRun, cast: Forecast, phases: Sequence[str], taken: Mapping[str, int], world: World) -> None:
     """Compare needs and available memory per host, and again without garbage if they do not fit. Collective."""
     with suppress(NotEnoughMemory):
-        _compare(cast, phases, taken, max_cpu_gb, world, advice)
+        _compare(run, cast, phases, taken, world)
         return
     # A model of an earlier run may still be alive in the reference cycles of its Trainer.
     gc.collect()
     return_freed_memory()
-    _compare(cast, phases, taken, max_cpu_gb, world, advice)
+    _compare(run, cast, phases, taken, world)
 
 
-def _compare(
-    cast: Forecast,
-    phases: Sequence[str],
-    taken: Mapping[str, int],
-    max_cpu_gb: float | None,
-    world: World,
-    advice: Advice,
-) -> None:
+def _compare(run: CheckedRun, cast: Forecast, phases: Sequence[str], taken: Mapping[str, int], world: World) -> None:
+    max_cpu_gb = run.config.max_cpu_gb
     # Each rank reads the available memory before the gather and allocates only after it, so no rank's memory counts
     # both as needed and as taken.
     needs = {phase: cast.need_of_rank(phase, HOST, first=world.rank == 0) for phase in phases}
@@ -220,9 +223,9 @@ def _compare(
         have = Available(free.nbytes + sum(rank.taken for rank in ranks), f"{free.source}, plus what the model has")
         if max_cpu_gb is not None and max_cpu_gb * GB < have.nbytes:
             have = Available(int(max_cpu_gb * GB), f"max_cpu_gb={max_cpu_gb:g}")
-        # The advice is computed only if it is needed.
+        # The remedy is looked for only if it is needed.
         if sum(need.values()) > have.nbytes:
-            check_host_memory(need, have, ranks=len(ranks), remedy=advice(have.nbytes, len(ranks)))
+            check_host_memory(need, have, ranks=len(ranks), remedy=run.remedy(have.nbytes, len(ranks)))
         gaps = len(ranks) * cast.local * torch.float32.itemsize if cast.setup.training else 0
         if world.device.type == "cpu" and sum(need.values()) + gaps > have.nbytes and ranks is hosts[here]:
             # Freed gradients leave gaps in the heap, up to those of a whole backward (glibc's memalign seldom uses them
@@ -250,23 +253,6 @@ def _gpu_problem(cast: Forecast, phases: Sequence[str], taken: int, world: World
         return ""
     made = world.communicators
     have = Available(there.nbytes + taken, f"{there.source}{f', without {made}' if made.nbytes else ''}")
-    remedy = "Take a higher stage, more ranks or offload_optimizer; `lt-zero estimate` shows what each needs."
+    remedy = "Take a higher stage, more ranks or offload_optimizer"
+    remedy += "; `lt-zero estimate` shows what each needs." if is_there(_PLANNER) else "."
     return shortage(need, have, f"The GPU memory of rank {world.rank}", remedy)
-
-
-def _advice(
-    root: nn.Module,
-    config: ZeroConfig,
-    policy: DtypePolicy,
-    setup: Setup,
-    optimizer: str | float,
-    host: int,
-    ranks: int,
-) -> str:
-    """Tell what to do about ``ranks`` ranks that need more than the ``host`` bytes of their host.
-
-    ``optimizer``: as for ``estimate``, which is asked for a setting that fits, if it is installed.
-    """
-    advise = load_if_installed(_PLANNER)
-    skipping = "LT_ZERO_MEMORY_CHECK=0 skips this check."
-    return f"{advise(root, config, policy, setup, optimizer, host, ranks)} {skipping}" if advise else skipping

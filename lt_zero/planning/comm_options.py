@@ -13,9 +13,9 @@ from lt_zero.common.console import Console
 from lt_zero.common.tables import bytes_cell, show
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import OptimizerBlock
+from lt_zero.config.parallel_sizes import ParallelSizes
 from lt_zero.config.rules import contradictions
 from lt_zero.features import is_installed
-from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.planning.estimate import Machine, Setting, estimate, estimate_step, estimate_traffic, misfit, settings
 from lt_zero.planning.sizes import Model
 from lt_zero.planning.step_time import Choice, Cluster, StepTime, choices, milliseconds

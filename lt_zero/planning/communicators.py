@@ -12,8 +12,8 @@ Note [Memory of a communicator]
 from __future__ import annotations
 
 from lt_zero.config import ZeroConfig
+from lt_zero.config.parallel_sizes import ParallelSizes
 from lt_zero.core.comm.process_groups import Communicators
-from lt_zero.parallel.mesh import ParallelSizes
 
 _SIMPLE = 4 << 20
 _LL = 8 * 512 * 8 * 16  # lines of a thread, threads, steps, bytes of a line

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from lt_zero import optim
 from lt_zero.common.arguments import expect_number, wrong
-from lt_zero.common.boxes import ParamSpec
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.numbers import count_of
 from lt_zero.common.tables import bytes_cell, show
@@ -27,17 +26,16 @@ from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.config.options import engine_options, with_sizes
+from lt_zero.config.parallel_sizes import ParallelSizes
 from lt_zero.config.precision import MODES, dtype_policy, resolve_mode
-from lt_zero.core.ask import adapted
+from lt_zero.core.ask import adapted, plan_division
 from lt_zero.core.comm.process_groups import Communicators
+from lt_zero.core.division import PlannedParts
 from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.partition import EnginePlan, GroupFacts, plan_engine
 from lt_zero.core.engine.storage_plan import DEVICE, HOST, NVME
 from lt_zero.features import features_of, is_installed
-from lt_zero.parallel import experts
-from lt_zero.parallel.mesh import ParallelSizes
-from lt_zero.parallel.pipeline.layers import pipeline_of
-from lt_zero.parallel.plan import planned_parts
+from lt_zero.planning.check import CheckedRun
 from lt_zero.planning.communicators import planned_communicators
 from lt_zero.planning.forecast import PLACES, Forecast, forecast
 from lt_zero.planning.setup import PlannedGroup, Setup, states_and_kernel
@@ -173,7 +171,7 @@ def _planned(
         raise ValueError(f"world={world}, ranks_per_node={per_node}: 1 <= ranks_per_node <= world is needed.")
     ranks = ParallelSizes.of(config, world)
     stage = _stage_of(model, config)
-    module, config, (specs, of_experts) = _cut_module(stage.model, config, ranks)
+    module, config, parts = _cut_module(stage.model, config, ranks, world)
     policy = dtype_policy(config, resolve_mode(config, precision or "32-true"))
     if module is not stage.model:
         policy = replace(policy, keep_fp32=())  # the names of modules are unknown
@@ -191,11 +189,12 @@ def _planned(
         elsewhere=stage.elsewhere,
     )
     named = dict(module.named_parameters())
-    sizes, stacks = ({named[s.name]: s.local_box.numel for s in found} for found in (specs, of_experts))
-    others, wide = groups.of_parameters(module, sizes, stacks, module is stage.model)
-    every, shards = [*specs, *of_experts], groups.of_stage.mesh.shards
+    specs = [*parts.tensors, *parts.stacks]
+    sizes = {named[spec.name]: spec.local_box.numel for spec in specs}
+    others = groups.of_parameters(named, parts)
+    shards = groups.of_stage.mesh.shards
     options = adapted(engine_options(config, policy), features_of(config))
-    plan = plan_engine(module, options, shards, every, others, {**sizes, **stacks}, wide=wide)
+    plan = plan_engine(module, options, shards, specs, others, sizes, wide=set(parts.shared))
     return plan, config, policy, setup
 
 
@@ -231,44 +230,31 @@ class _Groups:
         """The ranks that have the same stage."""
         return self._sized(self.ranks.of_stage)
 
-    def of_parameters(
-        self, module: nn.Module, cut: Collection[Parameter], stacks: Collection[Parameter], of_user: bool
-    ) -> tuple[dict[Parameter, GroupFacts], set[Parameter]]:
-        """The groups of parameters with another one, and those that other stages have, too.
-
-        ``cut``: over tensor ranks; ``stacks``: of experts.
-        """
-        tensor, pipeline = self.ranks.tensor, self.ranks.pipeline
+    def of_parameters(self, named: Mapping[str, Parameter], parts: PlannedParts) -> dict[Parameter, GroupFacts]:
+        """The groups of parameters with another one. ``named``: all parameters."""
+        cut = {named[spec.name] for spec in parts.tensors}
         found: dict[Parameter, GroupFacts] = dict.fromkeys(cut, self._sized(self.ranks.with_part))
-        found |= dict.fromkeys(stacks, self._sized(self.ranks.with_experts, of_experts=True))
-        made = pipeline_of(module, pipeline) if of_user else None  # of a model by its size nothing is shared
-        if made is None:
-            return found, set()
-        holding, wide = made.stages_of_parameters(), set[Parameter]()
-        for parameter in module.parameters():
-            stages = len(holding.get(parameter, range(pipeline)))
-            if stages > 1:
-                found[parameter] = self._sized(self.ranks.of_stage * stages // (tensor if parameter in cut else 1))
-                wide.add(parameter)
-        return found, wide
-
-
-Specs = tuple[list[ParamSpec], list[ParamSpec]]  # of what tensor ranks cut, and of experts
+        of_experts = self._sized(self.ranks.with_experts, of_experts=True)
+        found |= {named[spec.name]: of_experts for spec in parts.stacks}
+        for parameter, stages in parts.shared.items():
+            ranks = self.ranks.of_stage * stages
+            found[parameter] = self._sized(ranks // (self.ranks.tensor if parameter in cut else 1))
+        return found
 
 
 def _cut_module(
-    model: nn.Module | Sizes, config: ZeroConfig, ranks: ParallelSizes
-) -> tuple[nn.Module, ZeroConfig, Specs]:
-    """The module that is planned, its configuration, and the part of a rank of each cut parameter."""
+    model: nn.Module | Sizes, config: ZeroConfig, ranks: ParallelSizes, world: int
+) -> tuple[nn.Module, ZeroConfig, PlannedParts]:
+    """The module that is planned, its configuration, and what a rank has of it."""
     tensor, expert = ranks.tensor, ranks.expert
     if isinstance(model, nn.Module):
         config = with_sizes(config, model)
-        of_experts = experts.planned_parts(model, expert, of_stage=ranks.pipeline > 1)
-        return model, config, (planned_parts(model, tensor, config), of_experts)
+        return model, config, plan_division(features_of(config), world).parts(model)
     if expert > 1 and not model.experts:
+        key = "expert_parallel.autoep_size"
         raise ConfigError.about(
-            experts.SIZE,
-            f"{experts.SIZE}={expert}: the number of parameters does not say how many of them are experts'. Give "
+            key,
+            f"{key}={expert}: the number of parameters does not say how many of them are experts'. Give "
             "--expert-params (Sizes(experts=...)), or --experts with --layers, or the module.",
         )
     if sizes_left := sorted(path[1] for path in config.autos if path[1:] and str(path[1]).endswith(_OF_HIDDEN)):
@@ -292,11 +278,9 @@ def states_of(optimizer: str | float | Optimizer) -> tuple[float, str]:
         return optimizer / torch.float32.itemsize, ""
     if isinstance(optimizer, str):
         name = optimizer.lower()
-        every = {**vars(optim), **vars(torch.optim)}
-        classes: dict[str, Any] = {n.lower(): c for n, c in every.items() if inspect.isclass(c)}
+        classes: dict[str, Any] = {n.lower(): c for n, c in vars(torch.optim).items() if inspect.isclass(c)}
         known = {n: c for n, c in classes.items() if issubclass(c, Optimizer) and c is not Optimizer}
-        # Those of features are imported when they are asked for.
-        known |= {n.lower(): partial(_made, n) for n in dir(optim) if n not in vars(optim)}
+        known |= {n.lower(): partial(_made, n) for n in optim.OPTIMIZERS}
         known["momentum"] = partial(torch.optim.SGD, momentum=0.9)
         if name not in known:
             raise ValueError(
@@ -314,7 +298,7 @@ def states_of(optimizer: str | float | Optimizer) -> tuple[float, str]:
 
 
 def _made(name: str, parameters: list[Parameter]) -> Optimizer:
-    """An optimizer of ``lt_zero.optim``."""
+    """An optimizer of ``lt_zero.optim``, which is imported now."""
     made: Optimizer = getattr(optim, name)(parameters)
     return made
 
@@ -432,31 +416,17 @@ def cheapest(
     return Fit(None, None, tuple(skipped))
 
 
-def advice(
-    root: nn.Module,
-    config: ZeroConfig,
-    policy: DtypePolicy,
-    setup: Setup,
-    optimizer: str | float,
-    host: int,
-    ranks: int,
-) -> str:
-    """The first setting that fits a run which has too little memory, for the error of its check (check.py).
-
-    Args:
-        root, config, policy, setup: of the run.
-        optimizer: as for ``estimate``.
-        host: bytes of a host.
-        ranks: on it.
-    """
+def advice(run: CheckedRun, host: int, ranks: int) -> str:
+    """The first setting that fits a run with too little memory: so many ``ranks`` on a ``host`` of so many bytes."""
+    setup = run.setup
     fit = cheapest(
-        root,
+        run.root,
         Machine(host=host, nvme=_EVERYTHING, ranks=ranks),
-        config,
-        setup.world * config.pipeline.ranks,
+        run.config,
+        setup.world * run.config.pipeline.ranks,
         device=setup.device,
-        optimizer=optimizer,
-        precision=policy.mode,
+        optimizer=run.optimizer,
+        precision=run.policy.mode,
         accumulate_grad_batches=2 if setup.accumulates else 1,
         saves=setup.saves,
     )

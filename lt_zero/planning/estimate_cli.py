@@ -21,10 +21,10 @@ from lt_zero.common.numbers import count_of
 from lt_zero.common.tables import show
 from lt_zero.common.units import GB, format_bytes
 from lt_zero.config import ZeroConfig
+from lt_zero.config.parallel_sizes import ParallelSizes
 from lt_zero.core.engine.storage_plan import DEVICE, HOST, NVME
-from lt_zero.parallel.drawing import rank_table, shares
-from lt_zero.parallel.mesh import ParallelSizes
 from lt_zero.planning.comm_options import comm_options_table, fitting, many_shards, recommended
+from lt_zero.planning.drawing import rank_table, shares
 from lt_zero.planning.estimate import Fit, Machine, cheapest, estimate, settings_table
 from lt_zero.planning.forecast import Forecast, kinds_table
 from lt_zero.planning.long_sequences import ActivationCounter, remedies_table
@@ -139,9 +139,9 @@ def estimate_command(
         shape = _shape(layers, hidden, heads, (length, micro_batch, vocabulary, experts, top_k))
         dimensions = (tensor, sequence_ranks, pipeline, micro_batches, schedule, expert_ranks)
         parsed = _config(config, stage, dimensions, module)
-        stages = _stages(params, largest, expert_params, module, shape, parsed)
-        model = stages[0].model if len(stages) == 1 else fullest(stages)
         world, per_node = _ranks(world, nodes, per_node)
+        stages = _stages(params, largest, expert_params, module, shape, parsed, world)
+        model = stages[0].model if len(stages) == 1 else fullest(stages)
         _draw(parsed, world, per_node, device, console)
         options = _options(per_node, optimizer, precision, device, accumulate, checkpoints)
         if mbit is not None:
@@ -332,6 +332,7 @@ def _stages(
     module: str | None,
     shape: Transformer | None,
     config: ZeroConfig,
+    world: int,
 ) -> list[Stage]:
     """The stage of each rank of a pipeline; without one, the model."""
     if (params is not None) + (module is not None) + (shape is not None) != 1:
@@ -344,7 +345,7 @@ def _stages(
             sizes = Sizes(count_of(params, "--params"), one, experts=of_experts)
         return stages_of_sizes(sizes, config) if config.pipeline.ranks > 1 else [Stage(sizes, 0, 0, sizes.total, 0)]
     build = partial(_module, module)
-    return stages_of_module(build, config) if config.pipeline.ranks > 1 else [Stage(build(), 0, 0, 0, 0)]
+    return stages_of_module(build, config, world) if config.pipeline.ranks > 1 else [Stage(build(), 0, 0, 0, 0)]
 
 
 def _module(module: str) -> nn.Module:

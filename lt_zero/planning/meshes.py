@@ -20,14 +20,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from lt_zero.common.places import is_there
 from lt_zero.common.tables import bytes_cell, show
 from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
+from lt_zero.config.parallel_sizes import ParallelSizes
+from lt_zero.config.pipelines import bubble, in_flight
 from lt_zero.config.precision import dtype_policy, resolve_mode
 from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.storage_plan import DEVICE
-from lt_zero.parallel.mesh import ParallelSizes
-from lt_zero.parallel.pipeline.schedules import bubble, in_flight
 from lt_zero.planning.estimate import Setting, estimate
 from lt_zero.planning.sizes import Sizes, Stage, fullest, stages_of_sizes
 from lt_zero.planning.transformer import Transformer
@@ -119,8 +120,9 @@ class MeshPlan:
 
 def meshes(job: TrainingJob) -> Iterator[ParallelSizes]:
     """Meshes that can run: tensor ranks on one node that divide heads, stages with a layer, whole micro-batches."""
-    for tensor in _divisors(math.gcd(job.world, job.per_node)):
-        for stages in _divisors(job.world // tensor):
+    divides = is_there("lt_zero.parallel")  # else all are data ranks
+    for tensor in _divisors(math.gcd(job.world, job.per_node) if divides else 1):
+        for stages in _divisors(job.world // tensor if divides else 1):
             data = job.world // tensor // stages
             whole = job.batch % (data * job.model.micro_batch) == 0
             if job.model.heads % tensor == 0 and stages <= len(job.sizes.units()) and whole:

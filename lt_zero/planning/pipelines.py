@@ -12,8 +12,8 @@ from rich.table import Table
 from lt_zero.common.tables import bytes_cell, show
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import PipelineParallel
-from lt_zero.parallel.drawing import shown
-from lt_zero.parallel.pipeline.schedules import Schedule, bubble, in_flight, running
+from lt_zero.config.pipelines import Schedule, bubble, in_flight, running
+from lt_zero.planning.drawing import shown
 from lt_zero.planning.sizes import Sizes, Stage
 from lt_zero.planning.transformer import Transformer
 

@@ -22,8 +22,7 @@ from typing import Any, get_args
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.units import format_bytes
 from lt_zero.config.load import examine
-from lt_zero.parallel.pipeline.batches import micro_batches
-from lt_zero.parallel.pipeline.schedules import Schedule
+from lt_zero.config.pipelines import Schedule, micro_batches
 from lt_zero.planning.search_space import Candidate, Facts, Plan, configured, kept
 
 _FINALISTS = 3

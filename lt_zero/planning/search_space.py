@@ -17,13 +17,13 @@ from lt_zero.config.blocks import ActivationCheckpointing, PipelineParallel, Zer
 from lt_zero.config.document import MISSING, Document, leaves
 from lt_zero.config.load import examine, plain, resolved
 from lt_zero.config.options import engine_options
+from lt_zero.config.pipelines import in_flight
 from lt_zero.core.ask import adapted
+from lt_zero.core.division import PartOfRun
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.partition import EnginePlan, plan_engine
 from lt_zero.core.engine.storage_plan import DEVICE, HOST
 from lt_zero.features import features_of, require
-from lt_zero.parallel.pipeline.layers import pipelines_in
-from lt_zero.parallel.pipeline.schedules import in_flight
 from lt_zero.planning.check import setup_of
 from lt_zero.planning.estimate import Setting, settings
 from lt_zero.planning.forecast import Forecast, forecast
@@ -220,7 +220,7 @@ def _find_modules(root: nn.Module, block: ActivationCheckpointing) -> None:
 
 def layers_of(engine: Engine) -> int:
     """The layers of the pipeline that an engine's module is a stage of; 0: there is none."""
-    return max((made.parts[-1].stop for _, made in pipelines_in(engine.root) if made.position.ranks > 1), default=0)
+    return max((part.layers_on_ranks for part in engine.root.modules() if isinstance(part, PartOfRun)), default=0)
 
 
 def plans_of(engine: Engine, config: ZeroConfig, saves: bool, nvme: str | None) -> Iterator[Plan]:

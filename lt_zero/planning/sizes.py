@@ -12,9 +12,10 @@ from torch.nn import Parameter
 from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.common.numbers import count_of
 from lt_zero.config import ZeroConfig
-from lt_zero.parallel.pipeline import position
-from lt_zero.parallel.pipeline.layers import pipeline_of
-from lt_zero.parallel.pipeline.partition import divide, weights_of
+from lt_zero.config.pipelines import divide, weights_of
+from lt_zero.core.ask import plan_division
+from lt_zero.core.division import PlannedParts
+from lt_zero.features import features_of
 
 _MOST_UNITS = 1024  # units of a model given by size; more would not change the result
 _MOST_PIECES = 50_000  # buckets of a model given by size; each is planned
@@ -119,19 +120,18 @@ def stages_of_sizes(sizes: Sizes, config: ZeroConfig) -> list[Stage]:
     return found
 
 
-def stages_of_module(build: Callable[[], nn.Module], config: ZeroConfig) -> list[Stage]:
-    """The stages of the module that ``build`` returns, for the configured pipeline.
+def stages_of_module(build: Callable[[], nn.Module], config: ZeroConfig, world: int) -> list[Stage]:
+    """The stages of the module that ``build`` returns, for the configured pipeline in a run of ``world`` ranks.
 
     Raises:
         ConfigError: it has no pipeline, or one for other ranks; or there are more stages than layers.
     """
-    block, made = config.pipeline, list[tuple[nn.Module, int, dict[str, int]]]()
-    for rank in range(block.ranks):
-        with position.at(position.Position(rank, block.ranks, block, plans=True)):
+    planned = plan_division(features_of(config), world)
+    made = list[tuple[nn.Module, int, dict[str, int]]]()
+    for rank in range(config.pipeline.ranks):
+        with planned.building(rank):
             module = build()
-        pipeline = pipeline_of(module, block.ranks)
-        assert pipeline is not None
-        layers = sum(len(pipeline.parts[stage]) for stage in pipeline.position.own)
+        layers = planned.parts(module).layers
         made.append((module, layers, {name: p.numel() for name, p in module.named_parameters()}))
     total = sum({name: numel for _, _, numels in made for name, numel in numels.items()}.values())
     return [
@@ -182,13 +182,15 @@ def skeleton(sizes: Sizes, limit: int, tensor: int = 1, expert: int = 1) -> nn.M
     return nn.ModuleList(_Layer(*counts, (limit * tensor, limit * expert)) for counts in units)
 
 
-def parts_of_all(model: nn.Module, tensor: int, expert: int) -> tuple[list[ParamSpec], list[ParamSpec]]:
+def parts_of_all(model: nn.Module, tensor: int, expert: int) -> PlannedParts:
     """This rank's part of what tensor ranks cut of a ``skeleton``, and of experts; all is taken to be cut."""
-    found: tuple[list[ParamSpec], list[ParamSpec]] = [], []
+    tensors = list[ParamSpec]()
+    stacks = list[ParamSpec]()
     for name, parameter in model.named_parameters():
         of_experts = name.rpartition(".")[2].startswith(_EXPERT)
-        ranks, (rows, columns) = expert if of_experts else tensor, parameter.shape
+        rows, columns = parameter.shape
+        ranks = expert if of_experts else tensor
         if ranks > 1:
             spec = ParamSpec(name, (rows, columns), Box((0, 0), (-(-rows // ranks), columns)))
-            found[of_experts].append(spec)
-    return found
+            (stacks if of_experts else tensors).append(spec)
+    return PlannedParts(tensors, stacks)

@@ -1,7 +1,7 @@
 """From a module to an engine: find units, lay out buckets, move the parameters in, install hooks.
 
 Parameters arrive in one of three ways: in full (an ordinary module), on the meta device (initialised here, unit by
-unit, so that no rank ever holds the full model), or sharded at construction (materialize.py).
+unit, so that no rank ever holds the full model), or sharded at construction (construction.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lt_zero.common import accelerator, plain_names
@@ -43,7 +43,6 @@ from lt_zero.core.engine.compiled_blocks import compile_blocks
 from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.engine import Engine, has_groups
 from lt_zero.core.engine.fp32_modules import Fp32Modules, install_fp32_modules
-from lt_zero.core.engine.full_params import use_outside
 from lt_zero.core.engine.gather import Unit, remedy
 from lt_zero.core.engine.guard import Owner, owner_of
 from lt_zero.core.engine.loading import install_load_hooks
@@ -263,7 +262,7 @@ def _build(
         plan=plan,
         offload_manager=offload_manager,
         exchange=exchange,
-        use_outside=use_outside,
+        use_outside=_use_outside,
         training=training,
         parts=parts,
     )
@@ -280,6 +279,13 @@ def _build(
     engine_ref.append(weakref.ref(engine))
     install_load_hooks(engine)
     return engine
+
+
+def _use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """``full_params.use_outside``, for scripts that use weights outside of their unit's forward."""
+    from lt_zero.core.engine.full_params import use_outside
+
+    return use_outside(engine, parameters, func, args, kwargs)
 
 
 def _rounding_of(options: EngineOptions, world: World) -> WeightRounding:

@@ -51,7 +51,6 @@ from lt_zero.core.comm.world import World
 from lt_zero.core.engine.averaged_weights import average_of
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.engine.whole_model import full_state_dict
 from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.core.stores.store import Store
 
@@ -99,6 +98,8 @@ def weights_to_save(
     if sharded:
         state = weight_fragments(engine, averaged)
     else:
+        from lt_zero.core.engine.whole_model import full_state_dict
+
         with averages_shown(engine, averaged):
             state = full_state_dict(engine, _wider_averages(engine) if averaged else {})
     return {name: value for name, value in state.items() if name not in without}
@@ -125,6 +126,8 @@ def whole_weights(engine: Engine, call: str, left_out: Iterable[str] = ()) -> di
     With ``EMA`` it has the averages, as exports and the model have them. ``call``: name of the public function.
     ``left_out``: names to leave out.
     """
+    from lt_zero.core.engine.whole_model import full_state_dict
+
     engine.world.roll_call(call)
     without = set(left_out)
     with averages_shown(engine):

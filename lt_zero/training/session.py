@@ -31,7 +31,6 @@ from lt_zero.core.comm.world import World
 from lt_zero.core.division import Division, follow_run
 from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.engine.full_params import sync_buffers
 from lt_zero.core.engine.same_on_ranks import compare_models
 from lt_zero.core.feature import Feature
 from lt_zero.core.followers import follow
@@ -206,7 +205,7 @@ class Session:
         engine = shard(module, config, device, policy, training=training, ready=False, **how)
         self.division.connect(engine, config, self._begin_passes, weight)
         load(engine)
-        sync_buffers(engine)
+        engine.buffers.sync()
         self.division.share_buffers(module)
         if training and self.world.rank == 0 and (line := advice_on_wire(engine, config)):
             RunConsole().print(line)

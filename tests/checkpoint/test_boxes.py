@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 
 import lt_zero
 from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.checkpoint.native.full_states import full_optimizer_state
 from lt_zero.checkpoint.native.load import as_lightning, restore_weights
 from lt_zero.checkpoint.native.pieces import (
     Fragment,
-    full_optimizer_state,
     optimizer_fragments,
     parameter_names,
     weight_fragments,

@@ -27,7 +27,7 @@ from lt_zero.checkpoint.native.load import as_lightning
 from lt_zero.checkpoint.open import verify
 from lt_zero.common.errors import CheckpointError
 from lt_zero.core.stores.checked_file import STEP, FileRecord
-from lt_zero.core.stores.pinned import aligned_buffer, checksum, checksum_weights, rounded
+from lt_zero.core.stores.pinned import aligned_buffer, checksum, rounded
 from tests.support.checkpoint_tools import SHARDED, error_of, raised, resume, same, train
 from tests.support.damage import BELIEVED, DAMAGES, STRANGE, flip, reseal
 from tests.support.lightning_tools import FULL, GPT, QUIET, sharded_trainer
@@ -295,7 +295,7 @@ def plant(folder: Path, name: str, data: bytes) -> None:
         part = data[start : start + STEP]
         block = aligned_buffer(rounded(len(part)))
         block[: len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
-        sums.append(checksum(block, checksum_weights(STEP)))
+        sums.append(checksum(block))
     files = {**manifest.files, name: FileRecord(len(data), tuple(sums))}
     sealed = Manifest(manifest.tensors, files, manifest.order, manifest.aliases, manifest.left_out, manifest.run)
     (folder / "manifest.json").write_text(sealed.dump())

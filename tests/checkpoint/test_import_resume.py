@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import lt_zero
 from lt_zero import CheckpointError, ZeroPrecision
 from lt_zero.checkpoint.import_ import import_checkpoint
-from lt_zero.checkpoint.native.pieces import full_optimizer_state
+from lt_zero.checkpoint.native.full_states import full_optimizer_state
 from lt_zero.cli import app
 from lt_zero.optim.schedules import WarmupLR
 from lt_zero.training.lightning.precision import sharded_of

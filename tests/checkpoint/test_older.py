@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.pieces import full_optimizer_state
+from lt_zero.checkpoint.native.full_states import full_optimizer_state
 from lt_zero.core.engine.whole_model import full_state_dict
 from tests.support.checkpoint_tools import same
 from tests.support.paths import ROOT

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 from omegaconf import basecontainer
 
-from lt_zero.common.compat import yaml_loader
+from lt_zero.common.compat.of_hydra import yaml_loader
 
 
 def test_yaml_is_read_as_omegaconf_2_4_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,9 @@ from omegaconf import OmegaConf
 from lt_zero.common.errors import ConfigError, Mark, dotted
 from lt_zero.config import ZeroConfig
 from lt_zero.config.document import Document
+from lt_zero.config.files import parse_json, parse_yaml
 from lt_zero.config.interpolations import resolve
-from lt_zero.config.read import parse_json, parse_yaml, read
+from lt_zero.config.read import read
 from tests.support.paths import DATA, PACKAGE, ROOT
 
 CONFIGS = DATA / "ds_configs"

@@ -9,10 +9,11 @@ import pytest
 
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.catalog import json_schema
+from lt_zero.config.files import parse_json, parse_yaml
 from lt_zero.config.interpolations import resolve
 from lt_zero.config.load import examine
 from lt_zero.config.overrides import apply
-from lt_zero.config.read import parse_json, parse_yaml, read
+from lt_zero.config.read import read
 from tests.support.features import needs_all_blocks
 from tests.support.golden import compare, only_pinned
 

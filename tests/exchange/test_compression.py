@@ -37,7 +37,7 @@ CODECS = {
 @pytest.mark.parametrize("ranks", [2, 64])
 def test_the_calls_of_a_gather_do_not_grow_with_the_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = list[str]()
-    kernels = importlib.import_module("lt_zero.kernels.quantize")
+    kernels = importlib.import_module("lt_zero.kernels.blocks")
 
     def counted(name: str) -> Callable[..., object]:
         return lambda *given: calls.append(name) or getattr(kernels, name)(*given)

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from lt_zero import kernels as ops
 from lt_zero.kernels import dispatch, library
+from lt_zero.kernels.blocks import dequantize_rows, quantize_rows
 from lt_zero.kernels.compiler import CSRC, CUDA_FLAGS, build, load, recipe_of
 from lt_zero.kernels.header import STRUCTS
 from lt_zero.kernels.places import place_table
-from lt_zero.kernels.quantize import dequantize_rows, quantize_rows
 from lt_zero.kernels.rounding import ElementRows
 from tests.support.emulated_cuda import compile_emulated, races
 from tests.support.features import needs

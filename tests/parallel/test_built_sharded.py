@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import lt_zero
 from lt_zero import FabricZeroStrategy
 from lt_zero.common.errors import ConfigError
-from lt_zero.core.engine import materialize
+from lt_zero.core.engine import construction
 from lt_zero.core.engine.guard import is_guarded
 from lt_zero.parallel.mesh import ParallelMesh
 from tests.support.lightning_tools import sharded_trainer, single_trainer, torchrun_env
@@ -144,7 +144,7 @@ def _trains(plan: bool) -> tuple[list[float], list[bool]]:
         specs = [{"patterns": [".*up.weight"]}, {"patterns": [".*down.weight"], "partition_type": "row"}]
         config["tensor_parallel"]["partition_config"] = {"layer_specs": specs}
     module = Builds(plan, data=dist.get_world_size() // 2)
-    with mock.patch.object(materialize, "_LARGE", 1):  # bytes that are sharded together
+    with mock.patch.object(construction, "_LARGE", 1):  # bytes that are sharded together
         sharded_trainer(3, STAGE["zero_optimization"], config, max_steps=3).fit(module)
     return module.losses, module.sharded
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import lt_zero
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.pieces import full_optimizer_state
+from lt_zero.checkpoint.native.full_states import full_optimizer_state
 from lt_zero.checkpoint.open import open_source
 from lt_zero.cli import app
 from lt_zero.training.lightning.precision import sharded_of

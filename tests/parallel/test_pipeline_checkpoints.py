@@ -16,7 +16,7 @@ from torch import nn
 import lt_zero
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.pieces import full_optimizer_state
+from lt_zero.checkpoint.native.full_states import full_optimizer_state
 from lt_zero.core.engine.whole_model import full_state_dict
 from lt_zero.parallel import LayerSpec
 from lt_zero.training.checkpoints import frozen_names, restore_optimizers

@@ -12,7 +12,7 @@ from torch import nn
 
 from lt_zero import ZeroConfig, estimate
 from lt_zero.common.errors import ConfigError
-from lt_zero.parallel.pipeline.schedules import bubble, in_flight, running
+from lt_zero.config.pipelines import bubble, in_flight, running
 from lt_zero.planning.check import measured
 from lt_zero.planning.estimate import estimate_traffic
 from lt_zero.planning.forecast import GRADS, LOCAL, MASTER, MOMENTS, WEIGHTS
@@ -80,7 +80,7 @@ def _states(ranks: Ranks, stage: int) -> None:
     for number in range(2):
         run.step(number)
     config = built_by(run.engine)
-    stages = stages_of_module(partial(Model, specs), config)
+    stages = stages_of_module(partial(Model, specs), config, ranks.all)
     mine = stages[run.mesh.pipeline_rank]
     cast = estimate(mine, config, ranks.all, device="cpu", optimizer="adam", saves=False)
     total = sum(parameter.numel() for parameter in Model(specs).parameters())
@@ -107,7 +107,7 @@ def test_states_of_stages_are_as_forecast(pool: Pool, ranks: Ranks, stage: int) 
 def test_all_ranks_compare_the_same_phases(stage: int) -> None:
     """The stage in the middle shares no layer, so that its gradients may all be sharded; those of others are not."""
     config = config_of(3, stage)
-    casts = [estimate(mine, config, 3, device="cpu") for mine in stages_of_module(partial(Model, specs), config)]
+    casts = [estimate(mine, config, 3, device="cpu") for mine in stages_of_module(partial(Model, specs), config, 3)]
     assert len({tuple(cast.phases) for cast in casts}) == 1
     for cast in casts:
         kept = sum(nbytes for (_, kind), nbytes in cast.phases["accumulation"].items() if kind in (GRADS, LOCAL))
@@ -146,7 +146,7 @@ def test_sizes_count_the_fullest_stage() -> None:
 
 def test_stages_of_a_module_need_a_pipeline() -> None:
     with pytest.raises(ConfigError, match="has no lt_zero.parallel.Pipeline"):
-        stages_of_module(lambda: nn.Linear(2, 2), config_of(2))
+        stages_of_module(lambda: nn.Linear(2, 2), config_of(2), 2)
     with pytest.raises(ConfigError, match="has no lt_zero.parallel.Pipeline"):
         estimate(nn.Sequential(nn.Linear(4, 4)), config_of(2), 2)
 

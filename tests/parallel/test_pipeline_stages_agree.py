@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lt_zero.checkpoint.native.pieces import full_optimizer_state
+from lt_zero.checkpoint.native.full_states import full_optimizer_state
 from lt_zero.common.errors import ConfigError
 from lt_zero.core.step.param_groups import compare_options
 from lt_zero.parallel import LayerSpec, Pipeline, TiedLayerSpec

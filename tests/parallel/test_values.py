@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import lt_zero
 from lt_zero.checkpoint.live_weights import export_engine
-from lt_zero.checkpoint.native.pieces import full_optimizer_state
+from lt_zero.checkpoint.native.full_states import full_optimizer_state
 from lt_zero.core.engine.full_params import restore_whole
 from lt_zero.core.engine.whole_model import full_state_dict
 from tests.support.matrix import only, only_rows

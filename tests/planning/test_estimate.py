@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import Sizes, ZeroConfig, estimate
-from lt_zero.checkpoint.native.pieces import full_optimizer_state
+from lt_zero.checkpoint.native.full_states import full_optimizer_state
 from lt_zero.common import accelerator
 from lt_zero.config.blocks import Checkpoint, OptimizerBlock
 from lt_zero.config.precision import dtype_policy

@@ -339,7 +339,7 @@ def test_a_gpu_is_enough_for_a_fit() -> None:
 
 def test_the_command_says_what_else_a_process_takes() -> None:
     text = " ".join(run("--params", "350M", "--device", "cpu", "--world", "2")[1].split())
-    assert re.search(r"resident memory \(RSS\) of a rank is higher, by \d+ MB of Python and libraries", text)
+    assert re.search(r"resident memory \(RSS\) of a rank is higher, by [\d.]+ [MG]B of Python and libraries", text)
     assert "about 1.4 GB of gaps" in text
     assert "RSS" not in run("--params", "350M", "--world", "2")[1]
 

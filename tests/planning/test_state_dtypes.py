@@ -135,6 +135,7 @@ def test_a_module_has_rows_of_adapters_if_some_of_it_is_frozen() -> None:
     assert list(adapted) == [choice.name for choice in INSTALLED]
 
 
+@needs("parallel")
 def test_stages_of_a_pipeline_have_their_share_of_adapters() -> None:
     rows, _ = _table("--params", "8e9", "--world", "8", "--pipeline", "2", "--adapters", "800M")
     assert float(rows["frozen bf16, adapters"][3]) == pytest.approx(2 + 1.6, abs=0.06)

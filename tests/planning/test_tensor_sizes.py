@@ -11,6 +11,8 @@ from lt_zero.cli import app
 from tests.support.cut_blocks import RULES, CutBlocks
 from tests.support.features import needs
 
+pytestmark = needs("parallel")
+
 
 def run(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["estimate", *arguments], env={"COLUMNS": "120"})

@@ -252,7 +252,7 @@ def test_plans_of_stages(tmp_path: Path, pool: Pool) -> None:
     assert base.micro_batches == 6
     known = {plan.setting: plan for plan in facts.plans if plan.bucket is None and plan.accumulates}
     assert set(known) == {*map(Setting, range(4)), Setting(3, releases=True)}
-    stages = stages_of_module(lambda: Pipeline(specs(), mean_loss), base)
+    stages = stages_of_module(lambda: Pipeline(specs(), mean_loss), base, world=2)
     for setting, plan in known.items():
         casts = [lt_zero.estimate(stage, setting.of(base), 2, device="cpu", saves=False) for stage in stages]
         needs = [

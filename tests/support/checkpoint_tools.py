@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.checkpoint.native.pieces import full_optimizer_state
+from lt_zero.checkpoint.native.full_states import full_optimizer_state
 from lt_zero.checkpoint.native.records import is_values, records_of
 from lt_zero.checkpoint.native.saved_file import opened
 from lt_zero.common.errors import CheckpointError

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,9 @@ _ROOT = Path(lt_zero.__file__).parent
 
 
 def there(name: str) -> bool:
-    """Whether the feature or tool has its folder, ``lt_zero/features/NAME`` or ``lt_zero/tools/NAME``."""
+    """Whether a feature or tool has its folder: ``lt_zero/features/NAME``, ``lt_zero/tools/NAME``, ``lt_zero/NAME``."""
     # A folder that was taken out may leave __pycache__ behind.
-    return any((_ROOT / part / name / "__init__.py").is_file() for part in ("features", "tools"))
+    return any((_ROOT / part / name / "__init__.py").is_file() for part in ("features", "tools", ""))
 
 
 def needs(*names: str) -> pytest.MarkDecorator:
@@ -65,3 +67,19 @@ def skip_without(*asked: object) -> None:
 def needs_all() -> pytest.MarkDecorator:
     """A mark that skips a test of what the whole package has if any feature or tool is missing."""
     return needs("compare", *KEYS.values())
+
+
+class OfParallel(pytest.Module):
+    """A file of tests that is skipped, as ``lt_zero.parallel`` is missing, if it is of it, or imports it."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        names = self.path.relative_to(_ROOT.parent).with_suffix("").parts
+        if "parallel" in names:
+            pytest.skip("not installed: parallel", allow_module_level=True)
+        try:
+            importlib.import_module(".".join(names))
+        except ModuleNotFoundError as error:
+            if f"{error.name}.".startswith("lt_zero.parallel."):
+                pytest.skip("not installed: parallel", allow_module_level=True)
+            raise
+        return super().collect()

@@ -122,8 +122,8 @@ def _write_events(file: Path) -> None:
 
 # File of the package, name of what it reads, and a function that reads it: all raise an error that names the file.
 READERS: list[tuple[str, str, Callable[[Path], object]]] = [
-    ("config/read.py", "config.json", lambda file: examine(file).usable()),
-    ("config/read.py", "config.yaml", lambda file: examine(file).usable()),
+    ("config/files.py", "config.json", lambda file: examine(file).usable()),
+    ("config/files.py", "config.yaml", lambda file: examine(file).usable()),
     ("checkpoint/lora.py", "adapter_config.json", LoraScaling.of),
     ("checkpoint/lora.py", "adapter_config.json", lambda file: LoraScaling.of(file.parent)),
     ("checkpoint/native/archive.py", "manifest.json", _read_archive),

@@ -53,7 +53,6 @@ from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.guard import owner_of
 from lt_zero.core.engine.lazy_tensor import LazyTensor, elements_of, read_now
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
-from lt_zero.optim.schedules import Schedule
 
 # Options of groups for which infinity makes no sense.
 _FINITE = ("lr", "initial_lr", "betas", "eps", "momentum", "dampening", "weight_decay", "alpha", "lr_decay")
@@ -372,7 +371,7 @@ def check_schedule(saved: Any, running: Any, path: str) -> None:
             remedy = "set checkpoint.load_lr_scheduler_states=false to begin a new schedule, or use another checkpoint."
             _refuse_broken(rate, True, f"{key}={rates!r} in a schedule of {path}", remedy)
     of_deepspeed = isinstance(saved, Mapping) and "last_batch_iteration" in saved and "last_epoch" not in saved
-    if of_deepspeed and not isinstance(running, Schedule) and not hasattr(running, "last_batch_iteration"):
+    if of_deepspeed and not hasattr(running, "last_batch_iteration"):
         raise CheckpointError(
             f"{path} has a schedule of DeepSpeed at iteration {saved['last_batch_iteration']}, which "
             f"{type(running).__name__} cannot take. Use DeepSpeed's schedule (the block `scheduler` of its "

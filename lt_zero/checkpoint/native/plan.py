@@ -39,14 +39,12 @@ class Names:
     """Names of the state dict, united over the ranks.
 
     ``writers``: all names in their order: the rank that writes the value, or None if each writes its elements.
-    ``aliases``: tied name -> the name that is saved. ``tells``: this rank has told names that rank 0 lacks; ``some``: a
-    rank has.
+    ``aliases``: tied name -> the name that is saved. ``tells``: this rank has told names that rank 0 lacks.
     """
 
     writers: dict[str, int | None]
     aliases: dict[str, str]
     tells: bool = False
-    some: bool = False
 
     def written(self, weights: Mapping[str, Any], rank: int) -> Iterator[str]:
         """The names under which a rank saves a tensor."""
@@ -73,27 +71,23 @@ def agree_on_names(weights: Mapping[str, Any], world: World, peers: Sequence[int
     kinds = {name: value.ranks if isinstance(value, Fragment) else None for name, value in weights.items()}
     ties = _ties(weights)
     first, aliases = world.host_broadcast((kinds, ties), "names of the state dict")
-    problem = _difference(kinds, first, world.rank)
+    if problems := world.problems(_difference(kinds, first, world.rank), "the state dict"):
+        raise CheckpointError(" ".join(problems))
     names = Names({name: 0 if ranks is None else None for name, ranks in first.items()}, dict(aliases))
     new = {name: ranks for name, ranks in kinds.items() if name not in first}
     decides = peers[0] == world.rank if peers else any(ranks and ranks[0] == world.rank for ranks in new.values())
-    names.tells = decides and world.rank > 0 and bool(new)
-    flags = torch.tensor([problem is not None, names.tells], dtype=torch.uint8)
-    world.host_max(flags, "names of the state dict").wait()
-    if flags[0]:
-        raise CheckpointError(" ".join(world.problems(problem, "the state dict")))
-    names.some = bool(flags[1])
-    if names.some:
-        mine = {name: ranks for name, ranks in new.items() if names.tells and (not ranks or ranks[0] == world.rank)}
-        order = list(weights) if names.tells or world.rank == 0 else []
-        tied = {alias: ties[alias] for alias in ties.keys() & mine}
-        every = world.host_gather((mine, tied, order), "names that rank 0 lacks")
-        for rank, (told, tied, _) in enumerate(every):
-            new = {name: ranks for name, ranks in told.items() if name not in names.writers}
+    names.tells = decides and bool(new)
+    mine = {name: ranks for name, ranks in new.items() if not ranks or ranks[0] == world.rank}
+    told = (mine, {alias: ties[alias] for alias in ties.keys() & mine}, list(weights)) if names.tells else None
+    orders = [list(first)]
+    for rank, its in enumerate(world.host_gather(told, "names that rank 0 lacks")):
+        if its is not None:
+            theirs, tied, order = its
+            new = {name: ranks for name, ranks in theirs.items() if name not in names.writers}
             names.writers |= {name: rank if ranks is None else None for name, ranks in new.items()}
             names.aliases |= {alias: name for alias, name in tied.items() if alias in new}
-        whole = merged(order for *_, order in every)
-        names.writers = {name: names.writers[name] for name in whole if name in names.writers}
+            orders.append(order)
+    names.writers = {name: names.writers[name] for name in merged(orders) if name in names.writers}
     return names
 
 
@@ -136,7 +130,7 @@ class Beside:
 
 
 def unite(mine: Beside, theirs: Sequence[Beside | None]) -> None:
-    """Add to rank 0's content, ``mine``, the entries of other ranks (by rank) that it lacks.
+    """Add to rank 0's content, ``mine``, the entries of other ranks (by rank; None: it tells none) that it lacks.
 
     Raises:
         CheckpointError: a group of an optimizer has another option than on rank 0.
@@ -230,34 +224,38 @@ def divide(plans: Sequence[BoxesByName]) -> list[dict[str, TensorBoxes]]:
     Raises:
         CheckpointError: ranks disagree on a tensor, or do not have all of it, or have overlapping boxes of it.
     """
-    owners: dict[str, list[int]] = {}
+    tensors: dict[str, dict[int, TensorBoxes]] = {}  # the part of each rank that has one, by name
     for rank, plan in enumerate(plans):
-        for name in plan:
-            owners.setdefault(name, []).append(rank)
+        for name, part in plan.items():
+            tensors.setdefault(name, {})[rank] = part
     chosen: list[dict[str, TensorBoxes]] = [{} for _ in plans]
     loads = [0] * len(plans)  # bytes
-    for name, ranks in owners.items():
-        part = plans[ranks[0]][name]
-        if part.is_whole and all(plans[rank][name][:3] == part[:3] for rank in ranks[1:]):  # most tensors
+    for name, parts in tensors.items():
+        found: dict[int, list[Box]] = {}
+        for box, ranks in _owners(name, parts):
             rank = min(ranks, key=loads.__getitem__)
-            loads[rank] += part.nbytes
-            chosen[rank][name] = part
-            continue
-        for rank, part in _divide(name, {rank: plans[rank][name] for rank in ranks}, loads).items():
-            chosen[rank][name] = part
+            loads[rank] += box.numel * parts[rank].dtype.itemsize
+            found.setdefault(rank, []).append(box)
+        for rank, boxes in found.items():
+            part = parts[rank]
+            is_all = len(boxes) == len(part.boxes)
+            chosen[rank][name] = part if is_all else TensorBoxes(part.shape, part.dtype, tuple(boxes))
     # In each rank's own order: it reads one bucket after the other.
     return [{name: own[name] for name in plan if name in own} for plan, own in zip(plans, chosen, strict=True)]
 
 
-def _divide(name: str, parts: Mapping[int, TensorBoxes], loads: list[int]) -> dict[int, TensorBoxes]:
-    """Divide the boxes of one tensor among the ranks that have them; adds to ``loads``."""
-    shape, dtype = next(iter(parts.values()))[:2]
+def _owners(name: str, parts: Mapping[int, TensorBoxes]) -> list[tuple[Box, list[int]]]:
+    """The boxes that are all of a tensor, in order, with the ranks that have each. ``parts``: by rank."""
+    one = next(iter(parts.values()))
+    shape, dtype, boxes, *_ = one
+    if one.is_whole and all(part[:3] == one[:3] for part in parts.values()):  # most tensors
+        return [(boxes[0], list(parts))]
     for rank, part in parts.items():
         if part[:2] != (shape, dtype):
             raise CheckpointError(
                 f"{name} is {part.dtype} of {part.shape} on rank {rank}, and {dtype} of {shape} on another."
             )
-    owners = _owners(parts)
+    owners = _ranks_by_box(parts)
     try:
         try:
             check_cover(name, shape, list(owners))
@@ -266,7 +264,7 @@ def _divide(name: str, parts: Mapping[int, TensorBoxes], loads: list[int]) -> di
             first = _of_first_groups(parts)
             if len(first) == len(parts):
                 raise
-            owners = _owners(first)
+            owners = _ranks_by_box(first)
             check_cover(name, shape, list(owners))
     except ValueError as error:
         has = [f"rank {rank} has {_listed(part.boxes)}" for rank, part in list(parts.items())[:_SHOWN]]
@@ -275,18 +273,10 @@ def _divide(name: str, parts: Mapping[int, TensorBoxes], loads: list[int]) -> di
             f"{name} of {shape} cannot be saved: {error} ({'; '.join(has)}; others have nothing of it). Change the "
             "state dict in the same way on all ranks."
         ) from None
-    found: dict[int, list[Box]] = {}
-    for box, ranks in sorted(owners.items()):
-        rank = min(ranks, key=loads.__getitem__)
-        loads[rank] += box.numel * dtype.itemsize
-        found.setdefault(rank, []).append(box)
-    return {
-        r: parts[r] if len(own) == len(parts[r].boxes) else TensorBoxes(shape, dtype, tuple(own))
-        for r, own in found.items()
-    }
+    return sorted(owners.items())
 
 
-def _owners(parts: Mapping[int, TensorBoxes]) -> dict[Box, list[int]]:
+def _ranks_by_box(parts: Mapping[int, TensorBoxes]) -> dict[Box, list[int]]:
     """The ranks that have each box."""
     owners: dict[Box, list[int]] = {}
     for rank, part in parts.items():

@@ -115,6 +115,7 @@ def bundle(
     weights: dict[str, Any] = dict(rest.pop("state_dict", {}))
     optimizers: list[Any] = list(rest.pop("optimizer_states", []))
     agreed = agree_on_names(weights, world, peers)
+    keeps = world.rank == 0 or agreed.tells
     shares: set[Any] = set()  # keys of entries with tensors that several ranks have
 
     def swap(path: Path, value: Tensor) -> Any:
@@ -127,23 +128,22 @@ def bundle(
         shares.add(path[0])
         return {REFERENCE: name}
 
-    left: dict[Path, Any] = {}
-    mine = Beside([], {}, {}, list(left_out))
+    mine = Beside([], {}, {}, [])
     with world.agree("reading the checkpoint's content", CheckpointError):  # values of hooks may fail
         made.tensors = {f"model.{name}": weights[name] for name in agreed.written(weights, world.rank)}
-        keeps = world.rank == 0 or agreed.tells
-        packed = [_take_optimizer(made, i, state, names[i], keeps, left) for i, state in enumerate(optimizers)]
-        made.meta, of_rest = to_plain(rest, swap)
+        packed = [_take_optimizer(made, i, state, names[i], keeps) for i, state in enumerate(optimizers)]
         if keeps:
-            mine.extra, of_state = to_plain(agreed.others(weights, world.rank))
-            left |= of_rest | {(LT_ZERO, "extra_state", *path): value for path, value in of_state.items()}
-            mine.optimizers, mine.meta = packed, {key: made.meta[key] for key in made.meta.keys() & shares}
-    if agreed.some:
-        theirs = world.host_gather(mine if agreed.tells else None, "what ranks save beside tensors")
+            own = {"optimizers": packed, "extra_state": agreed.others(weights, world.rank)}
+            rest[LT_ZERO] = {**rest.get(LT_ZERO, {}), **own}
+        made.meta, left = to_plain(rest, swap)
+        if keeps:
+            own = made.meta[LT_ZERO]
+            shared = {key: made.meta[key] for key in made.meta.keys() & shares}
+            mine = Beside(own["optimizers"], own["extra_state"], shared, list(left_out))
+    theirs = world.host_gather(mine if agreed.tells else None, "what ranks save beside tensors")
     with world.agree("uniting the checkpoint's content", CheckpointError):
         if world.rank == 0:
-            if agreed.some:
-                unite(mine, theirs)
+            unite(mine, theirs)
             _complete(made, mine, agreed, left, run, config, "optimizer_states" in checkpoint)
         elif agreed.tells and left:
             places = ", ".join(repr(dotted_path(path)) for path in list(left)[:5])
@@ -161,37 +161,25 @@ def _complete(
     has_optimizers: bool,
 ) -> None:
     """Add the content beside tensors to rank 0's bundle. ``left``: values without a plain form."""
-    keys, left = _keys_of(left)
+    keys: list[list[Any]] = []
+    if left:
+        keys, left, made.objects = _without_plain_form(left)
     made.meta |= mine.meta
-    made.meta[LT_ZERO] = {
-        **made.meta.get(LT_ZERO, {}),
-        "optimizers": mine.optimizers,
-        "extra_state": mine.extra,
+    made.meta[LT_ZERO] |= {
         "keys": keys,
         "left_out": [[dotted_path((part,)) for part in path] for path in left],
         "frozen_left_out": mine.left_out,
         "config": to_plain(config)[0],
         **({"has_optimizers": True} if has_optimizers else {}),
     }
-    made.objects = _pickled(left)
     order, left_out = tuple(agreed.writers), tuple(mine.left_out)
     made.manifest = {"order": order, "aliases": agreed.aliases, "left_out": left_out, "run": dict(run)}
 
 
-def _keys_of(left: Mapping[Path, Any]) -> tuple[list[list[Any]], dict[Path, Any]]:
-    """The descriptions of keys that have one, and the rest."""
-    known = {path: described(path, value) if isinstance(path[-1], Key) else None for path, value in left.items()}
-    records = [record for record in known.values() if record is not None]
-    return records, {path: value for path, value in left.items() if known[path] is None}
-
-
 def _take_optimizer(
-    made: Bundle, number: int, state: Any, groups: Sequence[Sequence[str]], keeps: bool, left: dict[Path, Any]
-) -> Any:
-    """Move the fragments of an optimizer's state dict to the tensors; returns the rest, keyed by name, if ``keeps``.
-
-    Values without a plain form are added to ``left``.
-    """
+    made: Bundle, number: int, state: Any, groups: Sequence[Sequence[str]], keeps: bool
+) -> dict[str, Any]:
+    """Move the fragments of an optimizer's state dict to the tensors; returns the rest, keyed by name, if ``keeps``."""
     state = {"state": {}, "param_groups": [], **state}  # Lightning's mock optimizer has an empty state
     by_number = dict(zip(parameter_numbers(state), chain.from_iterable(groups), strict=True))
     kept: dict[str, dict[str, Any]] = {}
@@ -210,21 +198,25 @@ def _take_optimizer(
                 copied = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
                 kept.setdefault(name, {})[key] = copied
     named = [{**group, "params": [by_number[n] for n in group["params"]]} for group in state["param_groups"]]
-    if not keeps:
-        return {}
-    packed, rest = to_plain({"param_groups": named, "state": kept})
-    left |= {(LT_ZERO, "optimizers", number, *path): value for path, value in rest.items()}
-    return packed
+    return {"param_groups": named, "state": kept}
 
 
-def _pickled(left: Mapping[Path, Any]) -> bytes | None:
-    """The keys and values without a plain form, as far as values can be pickled; warns of them.
+def _without_plain_form(values: Mapping[Path, Any]) -> tuple[list[list[Any]], dict[Path, Any], bytes | None]:
+    """The descriptions of keys that have one; the other keys and values; and these pickled, as far as they can be.
+
+    Warns of the others.
 
     Raises:
         CheckpointError: a key cannot be pickled; names it.
     """
+    keys, left = list[list[Any]](), dict[Path, Any]()
+    for path, value in values.items():
+        if isinstance(path[-1], Key) and (described_key := described(path, value)) is not None:
+            keys.append(described_key)
+        else:
+            left[path] = value
     if not left:
-        return None
+        return keys, left, None
     kept, failed = {}, []
     for path, value in left.items():
         try:
@@ -242,7 +234,7 @@ def _pickled(left: Mapping[Path, Any]) -> bytes | None:
     warn(text + "with weights_only=False.")
     if failed:
         warn(f"Entries that cannot be pickled are not saved: {', '.join(failed)}.")
-    return pickle.dumps(kept) if kept else None
+    return keys, left, pickle.dumps(kept) if kept else None
 
 
 def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
@@ -502,26 +494,24 @@ def _describe(
 ) -> dict[str, ManifestEntry]:
     """The tensors for the manifest. Adds to ``metadata`` what torch's FileSystemReader needs: shapes and chunks, their
     locations, nesting of names, and tied names."""
-    known = metadata.state_dict_metadata
+    tied: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        tied.setdefault(f"model.{name}", []).append(f"model.{alias}")
     tensors = dict[str, ManifestEntry]()
     metadata.storage_data = {}
     for name, parts in written.items():
         shape, dtype, *_ = parts[0][1]
+        names = [name, *tied.get(name, ())]
         chunks: list[Chunk] = []
         for file, part, places in parts:
             for box, (start, *blob) in zip(part.boxes, places, strict=True):
                 chunks.append(Chunk(box, file, start))
-                metadata.storage_data[dcp.MetadataIndex(name, box.offsets)] = storage_info(file, *blob)
+                location = storage_info(file, *blob)
+                metadata.storage_data |= {dcp.MetadataIndex(each, box.offsets): location for each in names}
         tensors[name] = ManifestEntry(shape, dtype, tuple(chunks))
         part = parts[0][1] if len(parts) == 1 else TensorBoxes(shape, dtype, tuple(chunk.box for chunk in chunks))
-        known[name] = _form_of(part)
-    for tied, name in ((f"model.{alias}", f"model.{name}") for alias, name in aliases.items()):
-        if name in tensors:
-            known[tied] = known[name]
-            for chunk in tensors[name].chunks:
-                location = metadata.storage_data[dcp.MetadataIndex(name, chunk.box.offsets)]
-                metadata.storage_data[dcp.MetadataIndex(tied, chunk.box.offsets)] = location
-    metadata.planner_data = {name: path_of(name) for name in known}
+        metadata.state_dict_metadata |= dict.fromkeys(names, _form_of(part))
+    metadata.planner_data = {name: path_of(name) for name in metadata.state_dict_metadata}
     return tensors
 
 
@@ -535,15 +525,15 @@ def _form_of(part: TensorBoxes) -> dcp.TensorStorageMetadata:
 def _packed(optimizer: Mapping[str, Any], file: TorchFile) -> dict[str, Any]:
     """An optimizer's state with its counters side by side in the file: each of thousands would be a record in it."""
     state = {name: dict(entries) for name, entries in optimizer["state"].items()}
-    counters: dict[torch.dtype, list[tuple[str, str, Tensor]]] = {}
-    for name, entries in state.items():
+    counters: dict[torch.dtype, list[tuple[dict[str, Any], str]]] = {}
+    for entries in state.values():
         for key, value in entries.items():
             if isinstance(value, Tensor) and value.dim() == 0:
-                counters.setdefault(value.dtype, []).append((name, key, value.detach().cpu()))
+                counters.setdefault(value.dtype, []).append((entries, key))
     for found in counters.values():
-        stored = file.add(torch.stack([value for _, _, value in found]))
-        for number, (name, key, _) in enumerate(found):
-            state[name][key] = stored._replace(shape=(), first=number)
+        stored = file.add(torch.stack([entries[key] for entries, key in found]))
+        for number, (entries, key) in enumerate(found):
+            entries[key] = stored._replace(shape=(), first=number)
     return {**optimizer, "state": state}
 
 

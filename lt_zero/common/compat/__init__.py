@@ -32,12 +32,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import ParamSpec
 
-from lt_zero.common.compat.of_hydra import HydraOverride as HydraOverride
-from lt_zero.common.compat.of_hydra import HydraSyntaxError as HydraSyntaxError
-from lt_zero.common.compat.of_hydra import environment_read as environment_read
-from lt_zero.common.compat.of_hydra import is_part_of_config as is_part_of_config
-from lt_zero.common.compat.of_hydra import parse_override as parse_override
-from lt_zero.common.compat.of_hydra import yaml_loader as yaml_loader
 from lt_zero.common.compat.of_lightning import LoggedCheckpoints as LoggedCheckpoints
 from lt_zero.common.compat.of_lightning import SignalOverride as SignalOverride
 from lt_zero.common.compat.of_lightning import announce_compute_dtype as announce_compute_dtype

@@ -125,6 +125,11 @@ class SchedulerBlock(Block):
         validate_default=True,
     )
 
+    @property
+    def follows_metric(self) -> bool:
+        """True if it is stepped with a metric, at the end of an epoch."""
+        return self.type == "ReduceLROnPlateau"
+
 
 def _memory_budget(value: Any) -> Any:
     """A share as a float, a size as an int; any other value stays as it is."""

@@ -66,17 +66,12 @@ def gather(mine: bytes, rank: int, size: int, group: dist.ProcessGroup | None) -
     if len(first) == 1:
         return [pickle.loads(mine)] * size
     # Each byte is of one rank, and zero on all others: their sum is the values in a row, of any lengths.
-    row_of_values = torch.zeros(sum(length for length, *_ in first), dtype=torch.uint8, device="cpu")
-    places: dict[tuple[int, ...], tuple[int, int]] = {}
-    end = 0
-    for key, holder in first.items():
-        places[key] = (end, end + key[0])
-        if holder == rank:
-            row_of_values[end : end + key[0]] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        end += key[0]
+    parts = [mine if holder == rank else bytes(length) for (length, *_), holder in first.items()]
+    row_of_values = torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
+    del parts  # as large as the row
     dist.all_reduce(row_of_values, op=dist.ReduceOp.SUM, group=group)
-    data = row_of_values.numpy().tobytes()
-    values = {key: pickle.loads(data[lo:hi]) for key, (lo, hi) in places.items()}
+    data = io.BytesIO(row_of_values.numpy().data)
+    values = {key: pickle.load(data) for key in first}
     return [values[key] for key in keys]
 
 

@@ -16,11 +16,11 @@ from torch.nn import Parameter
 from lt_zero.common.arguments import expect, wrong
 from lt_zero.common.compat import can_assign_data, in_transform, versions_of, without_torch_function
 from lt_zero.core.engine.bucket import Bucket
+from lt_zero.core.engine.construction import ConstructionSharder
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.guard import HANDS_OUT, VIEWS, called, describe, owner_of
 from lt_zero.core.engine.lazy_tensor import AbsentTensor
 from lt_zero.core.engine.loading import read_into
-from lt_zero.core.engine.materialize import ConstructionSharder
 
 
 def described(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
@@ -306,11 +306,6 @@ def take_over_assigned(engine: Engine) -> None:
             bucket.adopt_edits()
         elif not bucket.sharding.params:
             bucket.edits.check(values=True)
-
-
-def sync_buffers(engine: Engine) -> None:
-    """Give all ranks rank 0's buffers (running statistics), as DDP does. Collective."""
-    engine.buffers.sync()
 
 
 # ---- functions that are called on guarded parameters outside of their unit's forward: guard.py -----------------------

@@ -147,15 +147,30 @@ class EndedRanks:
         self.scopes.append(f"{what} {self._begun[what]}")
         self._take_back()
 
-    def go_on(self) -> bool:
+    def go_on(self, seconds: float) -> bool:
         """Take back the error of an operation or run that is over, as this rank goes on; returns whether it was told.
 
-        The user's code has caught it on all ranks. What ends a rank later must not be put down to it.
+        The user's code has caught it on all ranks. What ends a rank later must not be put down to it. The others may
+        not have found it yet, and would then wait for this rank in that run without a reason: so it stays until they
+        have ended the run too, at most ``seconds``.
         """
         if self._scope is None or self._scope in self.scopes:
             return False
+        self._await_ends(self._scope, seconds)
         self._take_back()
         return True
+
+    def _await_ends(self, scope: str, seconds: float) -> None:
+        """Wait until the others have told of the end of ``scope``, or have ended, at most ``seconds``.
+
+        No-op without an error, and for one that follows from another rank's.
+        """
+        until = time.monotonic() + seconds
+        while self._told and self.own and time.monotonic() < until:
+            ended = self.ended()
+            if self._store.check([f"over/{scope}/{rank}" for rank in range(self._world) if rank not in ended]):
+                return
+            time.sleep(0.02)
 
     def _take_back(self) -> None:
         if self.posted:
@@ -183,6 +198,7 @@ class EndedRanks:
             remember_cause(described(self._rank, end))
         with contextlib.suppress(RuntimeError):  # the process that serves the store has ended
             self._store.set(str(self._rank), message)
+            self._store.set(f"over/{scope}/{self._rank}", "")
             self.posted, self._scope = True, scope
             if text:
                 number = self._store.add("errors", 1)

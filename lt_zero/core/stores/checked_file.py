@@ -20,7 +20,10 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,15 +32,16 @@ from torch import Tensor
 
 from lt_zero.common import accelerator
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.worker import Worker
 from lt_zero.core.stores.direct_file import BlockFile, unreadable
-from lt_zero.core.stores.pinned import aligned_buffer, checksum, checksum_weights, host_buffer, rounded, view_of
+from lt_zero.core.stores.pinned import aligned_buffer, checksum, host_buffer, rounded, view_of
 from lt_zero.core.stores.regular_file import open_regular
-from lt_zero.core.stores.thread_pool import IoPool, Transfer
 
 STEP = 4 << 20  # bytes of a block, which has one checksum
 THREADS = 4
 RING_BUFFER = 4 * STEP  # bytes of each of the two buffers
 _ALIGN = 64  # bytes: where parts begin
+_PATIENCE = 30.0  # seconds to wait at exit for requests in the kernel
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,38 @@ class _ThreadBuffer(threading.local):
         self.buffer = aligned_buffer(STEP)
 
 
+class BlockThreads:
+    """Threads that move blocks between memory and a file; they start with the first block."""
+
+    def __init__(self, count: int = THREADS) -> None:
+        self._worker: Worker[tuple[Future[None], Callable[[], object]]] = Worker("io", _move, count, patience=_PATIENCE)
+
+    def submit(self, move: Callable[[], object]) -> Future[None]:
+        """Call ``move`` in a thread."""
+        moved = Future[None]()
+        self._worker.put((moved, move))
+        return moved
+
+    def close(self) -> None:
+        """End the threads, after all that was submitted. Idempotent."""
+        self._worker.stop()
+
+
+def _move(job: tuple[Future[None], Callable[[], object]]) -> None:
+    moved, move = job
+    try:
+        move()
+    except BaseException as error:  # whoever waits has to get every error
+        moved.set_exception(error)
+    else:
+        moved.set_result(None)
+
+
 class WriterPool:
     """The threads and buffers that the open files of one process share."""
 
     def __init__(self, threads: int = THREADS) -> None:
-        self.pool = IoPool(threads)
-        self.weights = checksum_weights(STEP)  # 1D
+        self.threads = BlockThreads(threads)
         self.own = _ThreadBuffer()
         # Free buffers to fill. The threads must not take one: deadlock.
         self.free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
@@ -68,7 +98,7 @@ class WriterPool:
             self.free.put(aligned_buffer(STEP))
 
     def close(self) -> None:
-        self.pool.close()
+        self.threads.close()
 
 
 class Sink:
@@ -168,7 +198,7 @@ class FileSink(Sink):
         self._blocks, self._copies = blocks, copies
         self._sums: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._pending: deque[tuple[int, Transfer]] = deque()  # writes, with the numbers of their blocks, which rise
+        self._pending: deque[tuple[int, Future[None]]] = deque()  # writes, with the numbers of their blocks, which rise
         self._abandoned = False  # drop what is queued
         self._file = BlockFile(path, 0o666, CheckpointError, name)
         # A reserved file takes longer to sync, and a small one may stay in the page cache.
@@ -181,46 +211,45 @@ class FileSink(Sink):
     def _put(self, buffer: Tensor, nbytes: int) -> None:
         number = self._number
 
-        def work(_: int) -> None:
+        def write() -> None:
             try:
                 self._write_block(number, buffer[: rounded(nbytes)])
             finally:
                 self._blocks.free.put(buffer)
 
-        self._submit(work)
+        self._submit(write)
 
     def _copy_later(self, address: int, keep: object) -> bool:
         if self._copies:
             return False
         number, held = self._number, [keep]
 
-        def work(_: int) -> None:
+        def write() -> None:
             buffer = self._blocks.own.buffer
             ctypes.memmove(buffer.data_ptr(), address, STEP)
             held.clear()
             self._write_block(number, buffer)
 
-        self._submit(work)
+        self._submit(write)
         return True
 
-    def _submit(self, work: Callable[[int], None]) -> None:
-        while self._pending and self._pending[0][1].done:
-            self._pending.popleft()[1].wait()  # raise errors early
-        self._pending.append((self._number, self._blocks.pool.submit(1, work)))
+    def _submit(self, write: Callable[[], None]) -> None:
+        while self._pending and self._pending[0][1].done():
+            self._pending.popleft()[1].result()  # raise errors early
+        self._pending.append((self._number, self._blocks.threads.submit(write)))
 
     def _write_block(self, number: int, block: Tensor) -> None:
         """Write a block, in a thread, and keep its checksum."""
         if self._abandoned:
             return
-        with torch.inference_mode(False):
-            total = checksum(block, self._blocks.weights)
+        total = checksum(block)
         with self._lock:
             self._sums[number] = total
         self._file.write(block, number * STEP)
 
     def wait_written(self, until: int | None = None) -> None:
         while self._pending and (until is None or self._pending[0][0] * STEP < until):
-            self._pending.popleft()[1].wait()
+            self._pending.popleft()[1].result()
 
     def close(self) -> FileRecord:
         nbytes = self.position
@@ -234,10 +263,8 @@ class FileSink(Sink):
 
     def abandon(self) -> None:
         self._abandoned = True
-        for _, transfer in self._pending:
-            # Only wait, without its error: the write still reads the tensor's memory.
-            with contextlib.suppress(RuntimeError):
-                transfer.wait()
+        # Only wait, without their errors: the writes still read the tensors' memory.
+        futures.wait([written for _, written in self._pending])
         self._pending.clear()
         if self._filling is not None:
             self._blocks.free.put(self._filling)
@@ -250,14 +277,13 @@ class StreamSink(Sink):
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self._buffer = stream, aligned_buffer(STEP)
-        self._weights = checksum_weights(STEP)
         self._sums: list[int] = []
 
     def _take(self) -> Tensor:
         return self._buffer
 
     def _put(self, buffer: Tensor, nbytes: int) -> None:
-        self._sums.append(checksum(buffer[: rounded(nbytes)], self._weights))
+        self._sums.append(checksum(buffer[: rounded(nbytes)]))
         self._stream.write(bytes(view_of(buffer[:nbytes])))
 
     def close(self) -> FileRecord:
@@ -339,11 +365,10 @@ class BlockReader:
     def __init__(self, folder: str, fs: Any = None) -> None:
         self.files: Mapping[str, FileRecord] = {}  # lengths and checksums
         self._folder, self._fs = folder, fs
-        self._weights = checksum_weights(STEP)  # 1D
         self._fds: dict[str, int] = {}
         self._last: dict[str, tuple[int, Tensor]] = {}
         self._lock = threading.Lock()
-        self._pool: IoPool | None = None
+        self._threads = BlockThreads()
         self._own = _ThreadBuffer()
 
     def read(self, file: str, start: int, out: Tensor) -> None:
@@ -366,8 +391,10 @@ class BlockReader:
                 copy(number, self._load(file, number, self._own.buffer))
 
         if len(numbers) >= 3 and self._fs is None:
-            self._pool = self._pool or IoPool(THREADS)
-            self._pool.submit(len(numbers), read).wait()
+            reads = [self._threads.submit(partial(read, index)) for index in range(len(numbers))]
+            futures.wait(reads)  # all of them: they write to ``out``
+            for done in reads:
+                done.result()
             return
         for number in numbers:
             known, buffer = self._last.pop(file) if file in self._last else (-1, aligned_buffer(STEP))
@@ -406,12 +433,10 @@ class BlockReader:
             tick(min(STEP, record.nbytes - number * STEP))
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
+        self._threads.close()
         for fd in self._fds.values():
             os.close(fd)
         self._fds = {}
-        self._pool = None
         self._last = {}
 
     def __del__(self) -> None:
@@ -442,7 +467,7 @@ class BlockReader:
             raise unreadable(path, error) from None
         full = rounded(length)
         buffer[length:full].zero_()
-        if done != length or checksum(buffer[:full], self._weights) != record.sums[number]:
+        if done != length or checksum(buffer[:full]) != record.sums[number]:
             raise CheckpointError(
                 f"{path} is damaged, or a file of another save: bytes {offset} to {offset + length} have a wrong "
                 f"checksum. {_REMEDY}"

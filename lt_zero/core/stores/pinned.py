@@ -19,6 +19,7 @@ Note [Checksums]
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import mmap
 import os
@@ -26,7 +27,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -165,16 +168,20 @@ def check_buffer(tensor: Tensor, nbytes: int, what: str) -> None:
         raise ValueError(f"{what}: {problem}. Pass a slice of aligned_buffer() that consists of full blocks.")
 
 
-def checksum_weights(nbytes: int) -> Tensor:
-    """Odd weights for the pages of a block of up to ``nbytes`` (1D int64)."""
-    return (torch.arange(nbytes // BLOCK) * 2 + 1) * _GOLDEN  # odd times odd is odd
+@functools.cache
+def _weights(pages: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Odd weights for the pages of a block (1D)."""
+    return (np.arange(pages) * 2 + 1) * _GOLDEN  # odd times odd is odd
 
 
-def checksum(block: Tensor, weights: Tensor) -> int:
-    """The checksum of a block (1D uint8, a multiple of ``BLOCK``). See Note [Checksums]."""
-    pages = block.view(torch.int64).view(-1, _WORDS).sum(1)  # 1D
+def checksum(block: Tensor) -> int:
+    """The checksum of a block (1D uint8, a multiple of ``BLOCK``). See Note [Checksums].
+
+    By numpy, which has no threads of its own: torch would start a team of them for each thread that calls this.
+    """
+    pages = np.frombuffer(view_of(block), dtype=np.int64).reshape(-1, _WORDS).sum(1)  # 1D
     folded = pages ^ ((pages >> 32) & 0xFFFFFFFF)
-    return int((folded * weights[: pages.numel()]).sum())
+    return int((folded * _weights(len(pages))).sum())
 
 
 def return_large_blocks() -> None:

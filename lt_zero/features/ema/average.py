@@ -36,7 +36,6 @@ from lt_zero.common.compat import clean_name
 from lt_zero.core.engine.averaged_weights import AveragedWeights
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.engine.full_params import sync_buffers
 from lt_zero.core.engine.inplace_edits import digest_of
 from lt_zero.core.engine.lazy_tensor import elements_of
 from lt_zero.core.stores.store import Store, put_away
@@ -135,7 +134,7 @@ class WeightAverage(AveragedWeights):
                 known.copy_(before)
         self.swapped = not self.swapped
         if self.swapped:
-            sync_buffers(engine)
+            engine.buffers.sync()
 
     def _swap(self, bucket: Bucket, averages: Store) -> None:
         master, average = bucket.weights.writable_values(), averages.write()

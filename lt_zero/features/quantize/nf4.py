@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from lt_zero.common.codec import Codec, RestingCodec
+from lt_zero.kernels.blocks import check_buffers, decode_natively, encode_natively, prepared, quantized_nbytes
 from lt_zero.kernels.codecs import INT8
 from lt_zero.kernels.dispatch import native
-from lt_zero.kernels.quantize import check_buffers, decode_natively, encode_natively, prepared, quantized_nbytes
 
 LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),

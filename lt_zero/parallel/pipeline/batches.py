@@ -47,14 +47,6 @@ def rows_in(inputs: Any) -> int:
     raise ValueError("A pipeline cuts its batch into micro-batches along the first dimension, and no input has one.")
 
 
-def micro_batches(rows: int, wanted: int) -> int:
-    """Number of equal micro-batches for a batch of ``rows``: the least that divides it and is at least ``wanted``.
-
-    So the mean of their losses is that of the batch, and no micro-batch is larger than those of whole batches.
-    """
-    return next(count for count in range(min(wanted, rows), rows + 1) if rows % count == 0) if rows else 1
-
-
 def cut(value: Any, rows: int, count: int) -> list[Any]:
     """``value`` for each of ``count`` micro-batches: tensors of ``rows`` rows are cut, all else is in each.
 

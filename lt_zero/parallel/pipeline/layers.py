@@ -18,11 +18,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lt_zero.common.errors import ConfigError, add_note
 from lt_zero.common.names import merged
 from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks import PipelineParallel
+from lt_zero.config.pipelines import divide, weights_of
 from lt_zero.core.division import PartOfRun
 from lt_zero.core.engine.same_on_ranks import model_facts
 from lt_zero.parallel.pipeline.models import ModelParts, fill, targets_of
-from lt_zero.parallel.pipeline.partition import divide, forward_seconds, own_numels, weights_of
+from lt_zero.parallel.pipeline.partition import forward_seconds, own_numels
 from lt_zero.parallel.pipeline.position import Position, current, of_first_rank
 from lt_zero.parallel.pipeline.specs import Layer, LayerSpec, TiedLayerSpec, as_arguments, class_of
 from lt_zero.parallel.random import seeded
@@ -137,6 +137,10 @@ class Pipeline(PartOfRun):
         """
         parts = ModelParts(model)
         return _OfModel(parts, loss_fn, num_stages, partition_method, weights)
+
+    @property
+    def layers_on_ranks(self) -> int:  # type: ignore[override]
+        return self.parts[-1].stop if self.position.ranks > 1 else 0
 
     def _check_stages(self, num_stages: int | None) -> None:
         known = self.position.ranks
@@ -597,40 +601,3 @@ def _seed_layer(number: int) -> None:
 def pipelines_in(module: nn.Module) -> Iterator[tuple[str, Pipeline]]:
     """The pipelines in ``module``, by name."""
     yield from ((name, child) for name, child in module.named_modules() if isinstance(child, Pipeline))
-
-
-def refuse_interval(module: nn.Module, block: PipelineParallel) -> None:
-    """Raise ConfigError if the configuration says how layers are recomputed, and ``module`` has no pipeline."""
-    key, interval = "pipeline.activation_checkpoint_interval", block.activation_checkpoint_interval
-    if interval and not any(pipelines_in(module)):
-        raise ConfigError.about(
-            key,
-            f"{key}={interval} recomputes layers of a lt_zero.parallel.Pipeline, and {type(module).__name__} has none. "
-            "Write activation_checkpointing.mode=full in its place.",
-        )
-
-
-def pipeline_of(module: nn.Module, ranks: int) -> Pipeline | None:
-    """The pipeline in ``module``; None if there are no stages.
-
-    Raises:
-        ConfigError: there is none, or several, or it was made for other ranks.
-    """
-    found, key = list(pipelines_in(module)), "pipeline.stages"
-    if ranks == 1:
-        return None
-    if len(found) != 1:
-        number = "no" if not found else f"{len(found)}"
-        raise ConfigError.about(
-            key,
-            f"{key}={ranks}, and {type(module).__name__} has {number} lt_zero.parallel.Pipeline. Make one of its "
-            "layers in configure_model.",
-        )
-    name, pipeline = found[0]
-    if pipeline.position.ranks != ranks:
-        raise ConfigError.about(
-            key,
-            f"{key}={ranks}, and the pipeline {name!r} was made for {pipeline.position.ranks}. Make it in "
-            "configure_model, where the run's ranks are known.",
-        )
-    return pipeline

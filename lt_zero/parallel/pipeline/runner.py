@@ -44,13 +44,13 @@ from lt_zero.common import accelerator
 from lt_zero.common.errors import add_note
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.tensor_tree import iter_tensors
+from lt_zero.config.pipelines import micro_batches, running
 from lt_zero.core.comm.point_to_point import transfers_over, watched
 from lt_zero.core.comm.ranks import Ranks
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.engine import Engine
-from lt_zero.parallel.pipeline.batches import Form, cut, forms_of, joined, micro_batches, rows_in
+from lt_zero.parallel.pipeline.batches import Form, cut, forms_of, joined, rows_in
 from lt_zero.parallel.pipeline.layers import Pipeline
-from lt_zero.parallel.pipeline.schedules import running
 from lt_zero.parallel.random import draw_seed, seed_of, seeded
 
 _KEPT = 4  # forms of batches whose stages, with memory for what they receive, are kept

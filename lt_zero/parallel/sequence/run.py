@@ -25,7 +25,6 @@ from lt_zero.common.transformers_models import models_of
 from lt_zero.common.users_code import warn
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.engine import Engine
-from lt_zero.parallel.pipeline.layers import pipeline_of
 from lt_zero.parallel.random import draw_seed, seed_of, seeded
 from lt_zero.parallel.sequence.batches import (
     HOOK,
@@ -39,6 +38,7 @@ from lt_zero.parallel.sequence.batches import (
 from lt_zero.parallel.sequence.huggingface import switch
 from lt_zero.parallel.sequence.loss import means_taken
 from lt_zero.parallel.sequence.ranks import SequenceRanks, whole_sequences
+from lt_zero.parallel.stages import pipeline_of
 
 
 class SequenceRun:

@@ -44,7 +44,7 @@ from lt_zero.checkpoint.native.load import (
     trained_weights,
     with_names,
 )
-from lt_zero.checkpoint.native.pieces import full_optimizer_state, optimizer_fragments, parameter_names
+from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names
 from lt_zero.checkpoint.native.plain import restore, to_plain
 from lt_zero.checkpoint.native.save import LT_ZERO
 from lt_zero.checkpoint.native.saved_file import explained
@@ -159,7 +159,11 @@ class CheckpointService:
         if sharded is None:
             return None
         run.loss_scale.read_skip_flag()
-        return optimizer_fragments(sharded) if self._directories else full_optimizer_state(sharded)
+        if self._directories:
+            return optimizer_fragments(sharded)
+        from lt_zero.checkpoint.native.full_states import full_optimizer_state
+
+        return full_optimizer_state(sharded)
 
     # ---- saving --------------------------------------------------------------------------------------------------
 

@@ -15,9 +15,10 @@ from lightning.fabric.plugins import CheckpointIO
 from torch import nn
 from torch.optim import Optimizer
 
+from lt_zero.checkpoint.native.full_states import full_optimizer_state
 from lt_zero.checkpoint.native.load import as_lightning, engine_of, entries_of, loss_scale, restore_weights
 from lt_zero.checkpoint.native.load import stepped as has_stepped
-from lt_zero.checkpoint.native.pieces import full_optimizer_state, optimizer_fragments, parameter_names
+from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names
 from lt_zero.checkpoint.native.rank_state import (
     FEATURES,
     OF_RANKS,

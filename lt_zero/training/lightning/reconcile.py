@@ -9,8 +9,7 @@ Note [Precedence of values]
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,12 +19,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
-from torch.optim import Optimizer
 
-from lt_zero.common.console import RunConsole
 from lt_zero.common.errors import ConfigError, Mark, Path, Problem, path_of
 from lt_zero.common.names import OfRanks, alone
-from lt_zero.common.tables import show
+from lt_zero.common.tables import show_values
 from lt_zero.common.tensor_tree import sizes_of
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
@@ -36,27 +33,11 @@ from lt_zero.config.keys import TRAINER
 from lt_zero.config.load import ConfigWarning, shown
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.partition import hidden_size, widths_of
-from lt_zero.optim import grouping
-from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
-from lt_zero.optim.registry import PLATEAU
+from lt_zero.core.feature import Undo
 
-_HOOK = "configure_optimizers"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _SAME = "Remove one of them, or make them equal"
 _NUMBERS: TypeAdapter[Any] = TypeAdapter(int | float | list[int | float])
-
-
-class _ConfigureOptimizers:
-    """A temporary ``configure_optimizers`` of a module; copies of the module get the original."""
-
-    def __init__(self, original: Any, configured: Callable[[], Any]) -> None:
-        self._original, self.__wrapped__ = original, configured  # Lightning inspects the code of overridden methods
-
-    def __call__(self) -> Any:
-        return self.__wrapped__()
-
-    def __reduce__(self) -> Any:
-        return operator.getitem, ((self._original,), 0)
 
 
 class Reconciler:
@@ -72,7 +53,7 @@ class Reconciler:
         self._given = config  # "auto" is resolved again for each fit, with its module, Trainer and data
         self._use(config)
         self._written = Document({}, dict(marks or {}))
-        self._patched: tuple[pl.LightningModule, Any] | None = None  # and its instance's own configure_optimizers
+        self._lent = Undo()  # takes back what ``lend_optimizers`` has replaced
         self.seen, self._steps = False, 1
 
     def _use(self, config: ZeroConfig) -> None:
@@ -89,29 +70,14 @@ class Reconciler:
             ConfigError: the module already has one.
         """
         self.take_back()
-        configured, in_instance = self.config.optimizer, vars(module).get(_HOOK)  # LightningCLI sets the instance's
-        overridden = type(module).configure_optimizers is not pl.LightningModule.configure_optimizers
-        own = overridden or in_instance is not None
-        if configured is not None and own:
-            text = (
-                f"optimizer.type={configured.type!r} is configured, and {type(module).__name__}.configure_optimizers "
-                "returns optimizers, too. Remove one of them (override the key with optimizer=null to keep the "
-                "module's)."
-            )
-            raise ConfigError([Problem("optimizer", text, self._written.mark(("optimizer",)))])
-        original: Callable[[], Any] = getattr(module, _HOOK)
-        if configured is not None or (own and self.config.scheduler is not None):
-            self._patched = module, in_instance
-            setattr(module, _HOOK, _ConfigureOptimizers(original, lambda: self._optimizers(module, original, of_ranks)))
+        if self.config.optimizer is not None or self.config.scheduler is not None:
+            from lt_zero.training.lightning.lent_optimizers import lend  # most runs have neither
+
+            self._lent = lend(module, lambda: self.config, self._written.mark(("optimizer",)), of_ranks)
 
     def take_back(self) -> None:
         """Restore ``configure_optimizers`` of the module."""
-        if self._patched is not None:
-            module, in_instance = self._patched
-            vars(module).pop(_HOOK, None)
-            if in_instance is not None:
-                setattr(module, _HOOK, in_instance)
-        self._patched = None
+        self._lent.remove()
 
     def agree(self, trainer: pl.Trainer, module: pl.LightningModule, world: World, ranks: int, show: bool) -> None:
         """Resolve "auto" and make the Trainer and the configuration agree. Collective.
@@ -148,9 +114,9 @@ class Reconciler:
         check_same(config, world.host_gather)
         self._use(config)
         if show:
-            show_table([*rows, *resolutions])
+            show_values([*rows, *resolutions])
             if config.scheduler is not None and not module.automatic_optimization:
-                call = "step(metric) after each epoch" if config.scheduler.type == PLATEAU else "step() after each step"
+                call = "step(metric) after each epoch" if config.scheduler.follows_metric else "step() after each step"
                 text = f"scheduler.type={config.scheduler.type!r}: the module optimizes manually, so it must call "
                 warn(f"{text}self.lr_schedulers().{call}.", ConfigWarning)
 
@@ -191,56 +157,11 @@ class Reconciler:
         if size is not None:
             config, found = resolve_batch(self.config, size, self._steps, ranks)
             self._use(config)
-            show_table(found if show else [])
+            show_values(found if show else [])
         elif given and show:
             names = " and ".join(f"{key}={value}" for key, value in given.items())
             text = f"{names} cannot be compared with the first batch: its size is ambiguous."
             warn(text, ConfigWarning)
-
-    # ---- optimizers --------------------------------------------------------------------------------------------
-
-    def _optimizers(self, module: pl.LightningModule, original: Callable[[], Any], of_ranks: OfRanks) -> Any:
-        """The result of ``configure_optimizers``: the configured optimizer or the module's, and the scheduler."""
-        block = self.config.optimizer
-        if block is None:
-            return self._scheduled(original())
-        optimizer = configured_optimizer(block, module, of_ranks=of_ranks)
-        if module.trainer.is_global_zero and block.param_groups:
-            show(grouping.table(optimizer))
-        elif module.trainer.is_global_zero and block.type.lower() == "muon":
-            rows = []
-            for name, which in (("Muon", "matrices of hidden layers"), ("Adam", "all other parameters")):
-                groups = [group for group in optimizer.param_groups if group["use_muon"] is (name == "Muon")]
-                members = [p for group in groups for p in group["params"]]
-                text = f"{len(members)} of {sum(p.numel() for p in members):,} elements"
-                rows.append(Resolution(f"stepped by {name}", text, which))
-            show_table(rows)
-        return self._scheduled(optimizer)
-
-    def _scheduled(self, optimizers: Any) -> Any:
-        """Add the configured scheduler to the result of ``configure_optimizers``."""
-        block = self.config.scheduler
-        if block is None:
-            return optimizers
-        optimizer = optimizers.get("optimizer") if isinstance(optimizers, dict) else optimizers
-        if isinstance(optimizer, (list, tuple)) and len(optimizer) == 1:
-            optimizer = optimizer[0]
-        if not isinstance(optimizer, Optimizer) or (isinstance(optimizers, dict) and "lr_scheduler" in optimizers):
-            raise ConfigError(
-                f"scheduler.type={block.type!r} is configured, but configure_optimizers returns several optimizers or "
-                "a scheduler. Remove the scheduler block, or return one optimizer only."
-            )
-        scheduler, epoch = configured_scheduler(block, optimizer), {"interval": "epoch"}
-        timing = {**epoch, "monitor": block.params["monitor"]} if block.type == PLATEAU else {"interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **timing}}
-
-
-def show_table(rows: Sequence[Resolution]) -> None:
-    """Print resolved values, one per line, never cut to the terminal's width."""
-    width = max((len(row.key) for row in rows), default=0)
-    lines = [f"  {row.key.ljust(width)}  {row.value}  ({row.source})" for row in rows]
-    if lines:
-        RunConsole().print("\n".join(["Configuration:", *lines]), markup=False, highlight=False, soft_wrap=True)
 
 
 def _quotient(total: int, name: str, factor: int, world: int, wanted: str) -> int:

@@ -30,7 +30,6 @@ from lt_zero.core.division import BatchCut
 from lt_zero.core.engine.averaged_weights import average_of
 from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.engine.full_params import owns_all, restore_whole, take_over_assigned, was_converted
 from lt_zero.core.engine.guard import owner_of
 from lt_zero.core.feature import Feature
 from lt_zero.core.followers import followers
@@ -156,6 +155,10 @@ def find_engine(
     if last is not None and last.attached and last.root is module:
         # If all of its parameters were replaced, no parameter leads to it.
         owners[id(last)] = last
+    if not owners:
+        return None
+    from lt_zero.core.engine.full_params import owns_all, restore_whole, take_over_assigned, was_converted
+
     for engine in owners.values():
         if engine.world is not world:
             _check_end(engine.world, world)

@@ -22,7 +22,6 @@ from lt_zero.config.applicability import Face
 from lt_zero.config.blocks import ActivationCheckpointing
 from lt_zero.config.load import Loaded, examine
 from lt_zero.core.comm.process_groups import begin_restarted, check_device, init_alone, joining
-from lt_zero.core.engine.materialize import ConstructionSharder
 from lt_zero.core.health.before_joining import met, watch_start
 from lt_zero.training.lightning.arguments import check_launch, with_sizes_of_mesh
 from lt_zero.training.lightning.launchers import choose_start
@@ -162,6 +161,8 @@ class ShardedStrategy:
         peers = self.session.division.peers
         if self.stage != 3 or peers.size == 1:
             return nullcontext()
+        from lt_zero.core.engine.construction import ConstructionSharder
+
         return ConstructionSharder(peers, self.config.zero_optimization.stage3_param_persistence_threshold)
 
     # ---- saves -------------------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ from lt_zero.config.applicability import ignored_keys, tell_ignored
 from lt_zero.config.blocks import ActivationCheckpointing
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.engine.full_params import restore_whole, sync_buffers
 from lt_zero.core.followers import end_fit
 from lt_zero.training.lightning import setup as set_up
 from lt_zero.training.lightning.arguments import explained
@@ -486,7 +485,7 @@ class ZeroStrategy(RunQueries):
         self.engine.prepare_reading()
         self.engine.reducer.free_buffers()
         if self.config.broadcast_buffers and self.engine.buffers.due:  # not inside of an accumulation window
-            sync_buffers(self.engine)
+            self.engine.buffers.sync()
 
     @override
     def on_validation_end(self) -> None:
@@ -581,6 +580,8 @@ class ZeroStrategy(RunQueries):
             end_fit(engine)
         self.checkpoints.close(self.run, clean)
         if engine is not None and clean and self._start_method != "popen":
+            from lt_zero.core.engine.full_params import restore_whole
+
             # The launcher sends rank 0's state dict to the parent process, so it must be whole.
             restore_whole(engine, join=True)
         fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING

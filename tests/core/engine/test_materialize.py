@@ -22,10 +22,11 @@ import lt_zero
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.transport import SendBuffer
 from lt_zero.core.comm.world import World
-from lt_zero.core.engine import materialize
+from lt_zero.core.engine import construction
+from lt_zero.core.engine.construction import ConstructionSharder
 from lt_zero.core.engine.full_params import restore_whole
 from lt_zero.core.engine.guard import guard, is_guarded, own
-from lt_zero.core.engine.materialize import ConstructionSharder, Materializer
+from lt_zero.core.engine.materialize import Materializer
 from lt_zero.training.lightning.model_report import memory_report
 from tests.support.features import needs
 from tests.support.lightning_tools import GPT, sharded_trainer, weights
@@ -61,11 +62,11 @@ class CustomInit(Net):
 @contextmanager
 def large_from(nbytes: int) -> Iterator[None]:
     """Context in which parameters below this size are sharded together."""
-    before, materialize._LARGE = materialize._LARGE, nbytes
+    before, construction._LARGE = construction._LARGE, nbytes
     try:
         yield
     finally:
-        materialize._LARGE = before
+        construction._LARGE = before
 
 
 def _cut(stage: int, large: int) -> None:

@@ -156,7 +156,8 @@ def _low_precision_resume(stage: int) -> None:
         engine = lt_zero.shard(Net().bfloat16(), config_of(stage))
         return engine, lt_zero.ShardedOptimizer(engine, torch.optim.AdamW(engine.root.parameters(), lr=1e-2))
 
-    from lt_zero.checkpoint.native.pieces import full_optimizer_state, load_full_optimizer_state
+    from lt_zero.checkpoint.native.full_states import full_optimizer_state
+    from lt_zero.checkpoint.native.pieces import load_full_optimizer_state
 
     engine, sharded = build()
     next_token_loss(engine.root, 0, 0, dist.get_rank()).backward()
@@ -179,7 +180,7 @@ def test_low_precision_parameters_resume(pool: Pool, stage: int) -> None:
 
 
 def _gather_states() -> None:
-    from lt_zero.checkpoint.native import pieces
+    from lt_zero.checkpoint.native import full_states
 
     gathered: list[weakref.ref[Tensor]] = []
 
@@ -188,14 +189,14 @@ def _gather_states() -> None:
         gathered.append(weakref.ref(flat := gather_own(bucket, own)))
         return flat
 
-    gather_own = pieces.gather_own
+    gather_own = full_states.gather_own
     engine = lt_zero.shard(Net(), config_of(2))
     sharded = lt_zero.ShardedOptimizer(engine, torch.optim.AdamW(engine.root.parameters(), lr=1e-2))
     next_token_loss(engine.root, 0, 0, dist.get_rank()).backward()
     sharded.optimizer.step()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "gather_own", gather)
-        pieces.full_optimizer_state(sharded)
+        patch.setattr(full_states, "gather_own", gather)
+        full_states.full_optimizer_state(sharded)
     assert len(gathered) == 2 * len(engine.buckets)
 
 

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 import traceback
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,8 +30,10 @@ from lt_zero import FabricZeroStrategy
 from lt_zero.checkpoint.native.save import DirectoryWriter
 from lt_zero.common.users_code import warn
 from lt_zero.core.comm import process_groups
+from lt_zero.core.comm.work import CollectiveMonitor
 from lt_zero.core.comm.world import World
 from lt_zero.core.health import ended_ranks, hang_detection
+from lt_zero.core.health.ended_ranks import EndedRanks
 from lt_zero.training import checkpoints
 from tests.support.launchers import environment
 from tests.support.lightning_tools import GPT, quick, sharded_trainer, torchrun_env
@@ -237,6 +241,27 @@ def test_an_error_that_all_caught_does_not_explain_a_later_end(pool: Pool) -> No
         assert not waits
         assert "ended with ValueError: broken on purpose" in then
         assert SILENT in later
+
+
+def test_an_error_stays_until_the_others_have_ended_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waits for the failed one, and finds the error late, would name a deadlock instead."""
+    monkeypatch.setattr(EndedRanks, "has_ended", lambda self, rank: False)
+    store, host = dist.HashStore(), mock.Mock()
+    first, failed = (EndedRanks(store, [0, 1], rank, host, CollectiveMonitor()) for rank in range(2))
+    for ends in (first, failed):
+        ends.begin("run")
+    failed.tell(True, "ValueError: broken on purpose")
+    failed.scopes.clear()
+    with ThreadPoolExecutor(1) as thread:
+        going_on = thread.submit(failed.go_on, 60.0)
+        with pytest.raises(futures.TimeoutError):
+            going_on.result(timeout=0.2)
+        found = first.error()
+        assert found is not None
+        assert found[1].text == "ValueError: broken on purpose"
+        first.tell(False, "rank 1 ended")
+        assert going_on.result(timeout=60.0)
+    assert first.error() is None
 
 
 class _Member:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.core.stores import direct_file
-from lt_zero.core.stores.pinned import BLOCK, aligned_buffer, checksum, checksum_weights, rounded
+from lt_zero.core.stores.pinned import BLOCK, aligned_buffer, checksum, rounded
 from lt_zero.core.stores.thread_pool import IoPool, SwapError
 from lt_zero.offload import swap_file
 from lt_zero.offload.private_folder import filesystem_of
@@ -87,25 +87,24 @@ def test_a_buffer_goes_back_with_its_last_tensor_and_stays_out_of_children() -> 
 
 
 def test_checksums_see_flips_moved_pages_and_zeros() -> None:
-    weights = checksum_weights(STEP)
     block = noise(STEP)
-    sums = {checksum(block, weights)}
+    sums = {checksum(block)}
     for bit in range(8):
         flipped = block.clone()
         flipped[random.Random(bit).randrange(STEP)] ^= 1 << bit
-        sums.add(checksum(flipped, weights))
-    sums.add(checksum(block.view(-1, BLOCK).roll(1, 0).reshape(-1), weights))
-    sums.add(checksum(torch.cat([block[:-BLOCK], torch.zeros(BLOCK, dtype=torch.uint8)]), weights))
+        sums.add(checksum(flipped))
+    sums.add(checksum(block.view(-1, BLOCK).roll(1, 0).reshape(-1)))
+    sums.add(checksum(torch.cat([block[:-BLOCK], torch.zeros(BLOCK, dtype=torch.uint8)])))
     assert len(sums) == 11
-    assert checksum(block[:BLOCK], weights) == checksum(block[:BLOCK].clone(), weights)
+    assert checksum(block[:BLOCK]) == checksum(block[:BLOCK].clone())
 
 
 def test_checksums_see_moved_pages_of_round_numbers() -> None:
-    weights, sums = checksum_weights(STEP), set()
+    sums = set[int]()
     for page in range(STEP // BLOCK):
         values = torch.zeros(STEP // 8, dtype=torch.float64)
         values[page * BLOCK // 8 : (page + 1) * BLOCK // 8] = 1.0
-        sums.add(checksum(values.view(torch.uint8), weights))
+        sums.add(checksum(values.view(torch.uint8)))
     assert len(sums) == STEP // BLOCK
 
 

@@ -65,8 +65,8 @@ EXCEPTIONS = {
     ("common/flat_storage.py", "mmap.mmap"): MEMORY,
     ("config/keys.py", "TABLE.open"): PACKAGE_DATA,
     ("config/overrides.py", "found.joinpath(*group.split('/'), f'{option}.yaml').read_text"): PACKAGE_DATA,
-    ("config/read.py", "open"): "checked there: configurations need nothing else of io; it is among the readers below",
-    ("config/read.py", "os.open"): "as above",
+    ("config/files.py", "open"): "checked there: configurations need nothing else of io; it is among the readers below",
+    ("config/files.py", "os.open"): "as above",
     ("deepspeed/names.py", "resources.files(__package__).joinpath('names.tsv').read_text"): PACKAGE_DATA,
     ("tools/doctor.py", "Path('/proc/cpuinfo').read_text"): SYSTEM,
     ("tools/doctor.py", "Path('/proc/self/status').read_text"): SYSTEM,
@@ -157,7 +157,7 @@ def test_every_reader_is_known() -> None:
     """A new one goes through core/stores/regular_file.py and is tried below, or has a reason why it need not."""
     guarded, others = found_calls()
     assert others == set(EXCEPTIONS)
-    assert guarded | {"config/read.py"} == {file for file, _, _ in READERS}
+    assert guarded | {"config/files.py"} == {file for file, _, _ in READERS}
 
 
 # ---- kinds of files -------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.checkpoint.native.pieces import full_optimizer_state
+from lt_zero.checkpoint.native.full_states import full_optimizer_state
 from lt_zero.core.engine.whole_model import full_state_dict
 from tests.support.matrix import cover, only
 from tests.support.offload_runs import blocks, same

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.checkpoint.native.pieces import full_optimizer_state, load_full_optimizer_state
+from lt_zero.checkpoint.native.full_states import full_optimizer_state
+from lt_zero.checkpoint.native.pieces import load_full_optimizer_state
 from lt_zero.common import accelerator
 from lt_zero.core.engine.full_params import restore_whole
 from lt_zero.core.engine.whole_model import full_state_dict

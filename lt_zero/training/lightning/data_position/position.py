@@ -63,7 +63,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -571,33 +571,34 @@ def _of_the_original(name: str) -> property:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class LoaderPlace:
     """The place of a loader before a batch."""
 
-    start: RandomStates | None  # at the start of the pass
-    own: dict[str, Any]  # private state at the start of the pass
-    own_now: dict[str, Any]  # where the pass goes on, ``OwnState.take`` may have left out what it sets
-    epochs: dict[str, int]  # at the start of the pass
-    epochs_now: dict[str, int]
-    fetched: int
-    served: int
-    openings: int
-    unit: int
-    cycled: bool
-    exhausted: bool
-    state: Any  # of a loader that resumes by itself; None: it has none, or was not asked
-    opening: Opening | None  # of the sampler of such a loader
-    witness: Witness | None
-    ranks: int | None  # that saw different data; None: not known
-    workers: int | None  # that load; None: not known
+    unit: int  # samples of all ranks in a batch
+    start: RandomStates | None = None  # at the start of the pass
+    own: dict[str, Any] = field(default_factory=dict)  # private state at the start of the pass
+    # Now. Where the pass goes on, ``OwnState.take`` may have left out what it sets.
+    own_now: dict[str, Any] = field(default_factory=dict)
+    epochs: dict[str, int] = field(default_factory=dict)  # at the start of the pass
+    epochs_now: dict[str, int] = field(default_factory=dict)
+    fetched: int = 0  # batches in the pass
+    served: int = 0  # batches in the epoch, over several passes
+    openings: int = 0  # passes with the same workers
+    cycled: bool = False  # whether the loader has ended in this epoch
+    exhausted: bool = False  # whether the pass has ended
+    state: Any = None  # of a loader that resumes by itself; None: it has none, or was not asked
+    opening: Opening | None = None  # of the sampler of such a loader
+    witness: Witness | None = None
+    ranks: int | None = None  # that saw different data; None: not known
+    workers: int | None = None  # that load; None: not known
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers and tensors, and what the loader's own state has."""
-        packed = {field.name: getattr(self, field.name) for field in fields(self)}
-        packed["start"] = self.start.state_dict() if self.start is not None else None
-        packed["opening"] = self.opening.state_dict() if self.opening is not None else None
-        packed["witness"] = self.witness.state_dict() if self.witness is not None else None
+        packed = dict(vars(self))
+        for name in ("start", "opening", "witness"):
+            if packed[name] is not None:
+                packed[name] = packed[name].state_dict()
         return packed
 
     @classmethod
@@ -611,14 +612,14 @@ class LoaderPlace:
             "opening": Opening.of(opening, where) if opening is not None else None,
             "witness": Witness.of(witness, where) if witness is not None else None,
         }
-        return cls(**{"ranks": None, "workers": None, **packed, **read})
+        return cls(**{**packed, **read})
 
     @classmethod
     def faults(cls, packed: Any) -> list[str]:
         """Names of what cannot be read."""
         # Checkpoints from before there were openings, or numbers of ranks or workers, have none.
         later = ("opening", "ranks", "workers")
-        if not isinstance(packed, dict) or {*later, *packed} != {field.name for field in fields(cls)}:
+        if not isinstance(packed, dict) or {*later, *packed} != {known.name for known in fields(cls)}:
             return ["loaders"]
         if wrong := [name for name in later[1:] if not isinstance(packed.get(name), (int, type(None)))]:
             return wrong
@@ -658,18 +659,11 @@ class LoaderPosition:
         self.ranks = world  # that see different data
         self.unit = world * size  # samples of all ranks in a batch
         self.workers = getattr(reader_of(loader), "num_workers", 0)
+        # The present place, as far as it is known without looking at the loader.
+        self.at = LoaderPlace(self.unit, ranks=self.ranks, workers=self.workers)
         self.make: Make | None = None
-        self.start: RandomStates | None = None  # at the start of the pass
         self.own = OwnState(loader, self.stateful)
-        self.own_start: dict[str, Any] = {}  # at the start of the pass
         self._openings = Openings(loader, self.own) if self.stateful else None
-        self.epochs: dict[str, int] = {}  # at the start of the pass
-        self.fetched = 0  # batches in the pass
-        self.served = 0  # batches in the epoch, over several passes
-        self.cycled = False  # whether the loader has ended in this epoch
-        self.exhausted = False  # whether the pass has ended
-        self.openings = 0  # passes with the same workers
-        self.witness: Witness | None = None
         self._before: RandomStates | None = None  # the read that is under way
         # Of a loader that ``skips_indices``: the number of samples in this pass, and the indices of the last batch.
         self._size: int | None = None
@@ -700,7 +694,7 @@ class LoaderPosition:
         Before its first pass such a loader may begin one when it is asked, and draw an order for it. So a copy is asked
         then, and what that changes is put back.
         """
-        if not self._feed.live or self.openings > 0:
+        if not self._feed.live or self.at.openings > 0:
             return self.loader.state_dict()
         states = RandomStates.now()
         own = self.own.take(long=True)
@@ -712,16 +706,16 @@ class LoaderPosition:
 
     def _begin(self) -> Iterator[Any]:
         """The iterator of a new pass, or of the restored one."""
-        self.exhausted = False
+        self.at.exhausted = False
         return self._resumed.pop(0) if self._resumed else self._new_pass()
 
     def _new_pass(self) -> Iterator[Any]:
         assert self.make is not None
-        self.start = RandomStates.now()
-        self.own_start = self.own.take()
-        self.fetched = 0
-        self.epochs, self.witness = self._epochs.state_dict(), None
-        self.openings += 1
+        self.at.start = RandomStates.now()
+        self.at.own = self.own.take()
+        self.at.fetched = 0
+        self.at.epochs, self.at.witness = self._epochs.state_dict(), None
+        self.at.openings += 1
         if self.stateful and not self._goes_on:
             _forget_loaded(self.loader, self.own.parts.values())
         self._goes_on = False
@@ -730,7 +724,7 @@ class LoaderPosition:
     def close(self) -> None:
         """End the run. Lightning takes the iterator from the loader next, and torchdata's then forgets its place."""
         self.make = None
-        if self.stateful and self.openings > 0:
+        if self.stateful and self.at.openings > 0:
             # A loader that cannot tell its state says so in the save that asks for it.
             with suppress(Exception):
                 self._last = _copied(self.loader.state_dict())
@@ -765,16 +759,16 @@ class LoaderPosition:
 
     def given(self, batch: Any) -> None:
         """A batch was read."""
-        self.fetched += 1
-        self.served += 1
+        self.at.fetched += 1
+        self.at.served += 1
         self._loaded = None
         if self._before is None:
             return
-        self.witness = None
+        self.at.witness = None
         if not self.skips_indices:
-            self.witness = Witness(batch, self._before)
+            self.at.witness = Witness(batch, self._before)
         elif self._indices is not None:
-            self.witness = Witness((self._size, self._indices), self._before, stays=True, size=self._size)
+            self.at.witness = Witness((self._size, self._indices), self._before, stays=True, size=self._size)
         self._before = None
 
     # ---- saving and restoring ------------------------------------------------------------------------------------
@@ -788,27 +782,12 @@ class LoaderPosition:
             goes_on: the next batch is of the same pass, if this has not ended; else the next pass may begin.
         """
         state = self._loaded if self._loaded is not None else self._last
-        if complete and state is None and self.stateful and self.openings > 0:  # else asking would begin a pass
+        if complete and state is None and self.stateful and self.at.openings > 0:  # else asking would begin a pass
             state = _copied(self.loader.state_dict())
-        inside = goes_on and self.fetched > 0 and not self.exhausted
-        return LoaderPlace(
-            start=self.start,
-            own=self.own_start,
-            own_now=self.own.take(inside, known=goes_on and self.exhausted) if complete else {},
-            epochs=self.epochs,
-            epochs_now=self._epochs.state_dict(),
-            fetched=self.fetched,
-            served=self.served,
-            openings=self.openings,
-            unit=self.unit,
-            cycled=self.cycled,
-            exhausted=self.exhausted,
-            state=state,
-            opening=self._openings.last if self._openings is not None else None,
-            witness=self.witness,
-            ranks=self.ranks,
-            workers=self.workers,
-        )
+        inside = goes_on and self.at.fetched > 0 and not self.at.exhausted
+        own = self.own.take(inside, known=goes_on and self.at.exhausted) if complete else {}
+        opening = self._openings.last if self._openings is not None else None
+        return replace(self.at, own_now=own, epochs_now=self._epochs.state_dict(), state=state, opening=opening)
 
     def saved(self, place: LoaderPlace) -> LoaderPlace:
         """A place of this loader with the private state that a checkpoint needs."""
@@ -831,11 +810,11 @@ class LoaderPosition:
             # with the first batch.
             self.make()
             self._of_workers = RandomStates.now()
-        self.openings, self.served = min(place.openings, 1), served
+        self.at.openings, self.at.served = min(place.openings, 1), served
         state = place.state if self._is_alike(place) else None
         if not new_epoch and place.cycled:
             self._resumed.append(iter(()))  # shows Lightning's CombinedLoader the end of this loader again
-            self.cycled, self.exhausted = True, place.exhausted
+            self.at.cycled, self.at.exhausted = True, place.exhausted
         if count > 0 and place.start is not None and not place.exhausted:
             self._resume_pass(place, count, state)
             return
@@ -903,15 +882,15 @@ class LoaderPosition:
         """Restore a pass after its first ``count`` batches."""
         assert place.start is not None
         assert self.make is not None
-        self.start = place.start
-        self.epochs = place.epochs
-        self.fetched = count
-        self.witness = place.witness
+        self.at.start = place.start
+        self.at.epochs = place.epochs
+        self.at.fetched = count
+        self.at.witness = place.witness
         # Lightning sets the epoch after it reads ahead, and counts an epoch that max_steps ended.
         self._epochs.restore(place.epochs)
         if self._openings is not None and state is not None:
             self.own.set(place.own)
-            self.own_start = self.own.take()
+            self.at.own = self.own.take()
             place.start.apply()
             restored = self._load(state)
             opening = place.opening.without(restored) if place.opening is not None else None
@@ -922,7 +901,7 @@ class LoaderPosition:
         self._epochs.restore(place.epochs_now)
         # A loader that resumes by itself may draw the order as late as with its first batch.
         self.own.set(place.own_now, only="samples" if self.stateful else None)
-        self._resumed.append(self._or_next_pass(batches) if self.cycled else batches)
+        self._resumed.append(self._or_next_pass(batches) if self.at.cycled else batches)
 
     def _load(self, state: Any) -> dict[str, Any]:
         """Give a loader that resumes by itself its state; returns the private state that it has restored by that."""
@@ -961,7 +940,7 @@ class LoaderPosition:
         witness = place.witness if self._is_alike(place) else None
         for state_dicts in (False, True):
             self.own.set(place.own, state_dicts=state_dicts)
-            self.own_start = self.own.take()
+            self.at.own = self.own.take()
             place.start.apply()
             batches, same = self._skip(count, witness)
             if self.own.agrees(place.own_now):
@@ -990,7 +969,7 @@ class LoaderPosition:
     def _skip(self, count: int, witness: Witness | None) -> tuple[Iterator[Any], bool]:
         """A pass after its first ``count`` batches, and whether the last of these is the one that was seen before."""
         assert self.make is not None
-        earlier = max(0, self.served - count)  # batches of earlier passes in this epoch
+        earlier = max(0, self.at.served - count)  # batches of earlier passes in this epoch
         self._feed.repeating(earlier)
         if self.skips_indices:
             loader = copy.copy(self.loader)
@@ -1064,7 +1043,7 @@ class Feed:
     @property
     def served(self) -> int:
         """The number of batches in this epoch."""
-        return max([position.served for position in self.positions], default=0)
+        return max([position.at.served for position in self.positions], default=0)
 
     def add(self, loader: object, world: int) -> object:
         if self._read:
@@ -1088,8 +1067,8 @@ class Feed:
             self._last = ("cycle", id(position))
             return
         for other in self.positions:
-            other.cycled = other.exhausted = False
-            other.served = other.fetched = 0
+            other.at.cycled = other.at.exhausted = False
+            other.at.served = other.at.fetched = 0
         self.recent.clear()
         self._last = ("open", id(position))
 
@@ -1115,7 +1094,7 @@ class Feed:
     def ended(self, position: LoaderPosition) -> None:
         if self.closed:
             return
-        position.cycled = position.exhausted = True
+        position.at.cycled = position.at.exhausted = True
         self._last = ("stop", id(position))
         self._at_end()
 

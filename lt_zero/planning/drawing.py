@@ -9,7 +9,7 @@ from itertools import product
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from lt_zero.parallel.mesh import ParallelSizes
+from lt_zero.config.parallel_sizes import ParallelSizes
 
 _ALL = 8  # along an axis of so many ranks all are shown
 _FIRST = 3  # of a longer one, and its last

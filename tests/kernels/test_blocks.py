@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lt_zero import kernels as ops
 from lt_zero.kernels import dispatch, library
-from lt_zero.kernels.quantize import BITS, check_buffer, dequantize_rows, quantize_rows
+from lt_zero.kernels.blocks import BITS, check_buffer, dequantize_rows, quantize_rows
 from tests.support.kernel_inputs import LOW
 from tests.support.matrix import cover
 

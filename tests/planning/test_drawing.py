@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from lt_zero.parallel.drawing import rank_table
+from lt_zero.planning.drawing import rank_table
 
 
 def rows(text: str, first: str) -> list[list[str]]:
