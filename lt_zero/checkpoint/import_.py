@@ -20,7 +20,7 @@ from lt_zero.checkpoint.download import local_copy
 from lt_zero.checkpoint.formats.foreign import ForeignSource, damage
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import PendingDirectory, file_system, is_url, plain_path
-from lt_zero.checkpoint.native.load import as_lightning, beginning_of_epoch, loss_scale, number_states, with_names_by
+from lt_zero.checkpoint.native.load import as_lightning, loss_scale, number_states, with_names_by
 from lt_zero.checkpoint.native.plain import restore, to_plain
 from lt_zero.checkpoint.native.save import FABRIC, LT_ZERO, Bundle, bundle, write
 from lt_zero.checkpoint.open import found_at, open_source
@@ -180,9 +180,26 @@ def _begin_epoch(source: CheckpointSource, checkpoint: dict[str, Any], target: s
     with damage("The optimizers' number of steps"):
         counted = [int(n) for n in found if (n.numel() == 1 if isinstance(n, Tensor) else isinstance(n, (int, float)))]
     steps: int = getattr(source, "steps", checkpoint.get("global_step") or max(counted, default=0))
-    checkpoint.update(beginning_of_epoch(checkpoint, steps))
+    checkpoint.update(_beginning_of_epoch(checkpoint, steps))
     schedules = "the saved states of schedulers" if checkpoint.setdefault("lr_schedulers", []) else "new schedulers"
     warn(
         f"The state was not saved by Lightning: a run that resumes from {target} continues at step {steps}, at the "
         f"beginning of epoch {checkpoint['epoch']}, with {schedules}.",
     )
+
+
+def _beginning_of_epoch(meta: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """``global_step``, ``epoch`` and ``loops`` for a state that Lightning did not save: at the beginning of the epoch
+    that ``meta`` names (else the first one), after ``steps`` optimizer steps."""
+    epoch = meta.get("epoch")
+    epoch = epoch if isinstance(epoch, int) and epoch >= 0 else 0
+    done = {"total": {"ready": steps, "completed": steps}, "current": {"ready": 0, "completed": 0}}
+    zeroed = {name: {**count, "started": count["ready"]} for name, count in done.items()}
+    counts = dict.fromkeys(("ready", "started", "processed", "completed"), epoch)
+    fit = {
+        "epoch_progress": {"total": counts, "current": dict(counts)},
+        "epoch_loop.state_dict": {"_batches_that_stepped": steps},
+        "epoch_loop.automatic_optimization.optim_progress": {"optimizer": {"step": done, "zero_grad": zeroed}},
+        "epoch_loop.manual_optimization.optim_step_progress": done,
+    }
+    return {"epoch": epoch, "global_step": steps, "loops": {"fit_loop": fit}}

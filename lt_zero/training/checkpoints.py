@@ -1,4 +1,4 @@
-"""Checkpoints of a run: their content, their writing (perhaps in the background), and their restoration.
+"""Checkpoints of a run: their content, and their writing, perhaps in the background.
 
 Note [Life of a save]
     A face collects weights and optimizers' states as fragments, without copies, and ``beside`` what else training needs
@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -23,25 +23,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lt_zero.checkpoint.native.directory import PendingDirectory
-from lt_zero.checkpoint.native.load import NEW, OnAllRanks, loss_scale, restore_optimizer, stepped
 from lt_zero.checkpoint.native.pieces import on_all_ranks, weight_fragments
 from lt_zero.checkpoint.native.rank_state import (
     FEATURES,
     RANK_BUFFERS,
     RESIDUALS,
     feature_states,
-    load_feature_states,
-    load_rank_buffers,
-    load_residuals,
     rank_buffers,
     residual_state,
 )
 from lt_zero.checkpoint.native.save import TRAINED_WEIGHTS, Bundle, bundle, make_directory, stage, write
 from lt_zero.common import plain_names
-from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.garbage import gc_disabled
 from lt_zero.common.places import import_public
@@ -51,7 +45,6 @@ from lt_zero.core.comm.world import World
 from lt_zero.core.engine.averaged_weights import average_of
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.core.stores.store import Store
 
 log = logging.getLogger("lt_zero")
@@ -71,18 +64,6 @@ def frozen_names(engine: Engine, leave_out: bool) -> list[str]:
         return []
     every = plain_names.named_parameters(engine.root)
     return on_all_ranks(engine, [name for name, p in every if not p.requires_grad], "frozen parameters")
-
-
-def left_out_here(engine: Engine | None, left_out: Sequence[str]) -> list[str]:
-    """The names that a checkpoint leaves out without those of other ranks' modules.
-
-    Collective if ranks have other modules.
-    """
-    if engine is None or engine.everywhere or not left_out:
-        return list(left_out)
-    own = {name for name, _ in plain_names.named_parameters(engine.root)}
-    every = set(on_all_ranks(engine, sorted(own), "names of parameters"))
-    return [name for name in left_out if clean_name(name) in own or clean_name(name) not in every]
 
 
 def weights_to_save(
@@ -322,89 +303,3 @@ def _write_alone(made: Bundle, place: PendingDirectory, world: World, group: Any
     except BaseException as error:
         log.error("Saving %s in the background failed: %s", place.name, error)
         raise
-
-
-# ---- restoring -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Content of a checkpoint beside weights and optimizers' states.
-
-    Attributes:
-        stepped: whether its weights are those of a step.
-        residuals: gradients that ranks owe to the weights.
-        rank_buffers: buffers of each rank, where they differ.
-        loss_scale: its state; {} if there is none.
-        averages: the arguments of ``WeightAverage.load``.
-        features: states of features; None if there are none.
-    """
-
-    stepped: bool
-    residuals: Any = None
-    rank_buffers: Any = None
-    loss_scale: Mapping[str, Any] | None = None
-    averages: tuple[Mapping[str, Any], Collection[str], int] | None = None
-    features: Any = None
-
-    @classmethod
-    def of(cls, checkpoint: Mapping[str, Any]) -> Progress:
-        """Read it from a checkpoint dictionary, whichever face saved it."""
-        averages = None
-        if TRAINED_WEIGHTS in checkpoint:
-            trained = checkpoint[TRAINED_WEIGHTS]
-            averages = checkpoint["state_dict"], trained["weights"].keys(), trained["updates"]
-        kept = checkpoint.get(RESIDUALS), checkpoint.get(RANK_BUFFERS)
-        return cls(stepped(checkpoint), *kept, loss_scale(checkpoint), averages, checkpoint.get(FEATURES))
-
-    def restore(self, engine: Engine, controller: LossScaleController | None, prefix: str = "") -> None:
-        """Restore all of it into an engine with loaded weights, before its optimizers. Collective.
-
-        Args:
-            controller: gets the loss scale; None: its owner restores it.
-            prefix: of the engine's parameters in the checkpoint.
-
-        Raises:
-            CheckpointError: on all ranks.
-        """
-        # The same on all ranks: they have the same checkpoint, and the same configuration.
-        if self.residuals is not None or engine.exchange.remembers:
-            with engine.world.agree("restoring what ranks owe to the weights", CheckpointError):
-                load_residuals(engine, self.residuals)
-        engine.note_loaded(after_step=self.stepped)
-        if self.rank_buffers is not None:
-            with engine.world.agree("restoring buffers of each rank", CheckpointError):
-                load_rank_buffers(engine, self.rank_buffers, prefix)
-        average = average_of(engine)
-        if average is not None and self.averages is not None:
-            with engine.world.agree("restoring averages", CheckpointError):
-                average.load(*self.averages)
-        if self.features is not None:
-            with engine.world.agree("restoring states of features", CheckpointError):
-                load_feature_states(engine, self.features, prefix)
-        if controller is not None:
-            controller.load_state_dict(dict(self.loss_scale or {}))
-            controller.start_watching(engine)
-
-
-def restore_optimizers(
-    engine: Engine,
-    optimizers: Mapping[int, tuple[Optimizer, Any]],
-    remedy: str = NEW,
-    tick: Callable[[], object] = lambda: None,
-) -> None:
-    """Load the states of optimizers, after ``Progress.restore``. Collective.
-
-    Args:
-        optimizers: with their saved states, by their numbers in the run.
-        remedy, tick: as for ``restore_optimizer``.
-
-    Raises:
-        CheckpointError: on all ranks: a state does not fit.
-    """
-    names = {number: OnAllRanks.of(optimizer, engine) for number, (optimizer, _) in optimizers.items()}
-    with engine.world.agree("loading optimizer states", CheckpointError):
-        for number, (optimizer, saved) in optimizers.items():
-            if not isinstance(saved, Mapping) or (saved and "param_groups" not in saved):  # {}: Lightning's mock
-                raise CheckpointError("What the checkpoint has for the optimizer is no state of one: check the keys.")
-            restore_optimizer(optimizer, engine, saved, names[number], number, remedy, tick)

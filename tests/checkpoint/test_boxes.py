@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import lt_zero
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.full_states import full_optimizer_state
-from lt_zero.checkpoint.native.load import as_lightning, restore_weights
+from lt_zero.checkpoint.native.load import as_lightning
 from lt_zero.checkpoint.native.pieces import (
     Fragment,
     optimizer_fragments,
@@ -35,10 +35,10 @@ from lt_zero.core.comm.world import World
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.full_params import full_parameters
 from lt_zero.core.engine.whole_model import full_state_dict
+from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
-from lt_zero.training.build import built_by
-from lt_zero.training.checkpoints import restore_optimizers
 from lt_zero.training.loop.access import full_state
+from lt_zero.training.restore import Contents, Part, restore
 from tests.support.checkpoint_tools import error_of
 from tests.support.pool import Pool
 
@@ -153,8 +153,9 @@ def _load_rows(path: str, want: dict[str, Tensor]) -> None:
 
 def _restore(engine: Engine, sharded: ShardedOptimizer, path: str) -> None:
     saved = as_lightning(Archive(path))
-    restore_weights(engine.root, engine, built_by(engine), saved["state_dict"], strict=True)
-    restore_optimizers(engine, {0: (sharded.optimizer, saved["optimizer_states"][0])})
+    optimizers = {0: (sharded.optimizer, saved["optimizer_states"][0])}
+    part = Part(engine.root, engine, saved["state_dict"], optimizers=optimizers)
+    restore(Contents((part,)), engine.world, LossScaleController(engine.policy))
     decays = [group["weight_decay"] for group in sharded.optimizer.param_groups]
     assert decays == [0.2, 0.1]
 

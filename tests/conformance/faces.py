@@ -104,6 +104,7 @@ class Face:
         rank: which data this rank sees.
         scaled: by what ``p.grad`` is too large before it is clipped or stepped.
         loss_scale: now.
+        schedule: of the settings; None: there is none.
     """
 
     net: nn.Module
@@ -111,6 +112,7 @@ class Face:
     rank: int
     scaled: float = 1.0
     loss_scale: float = 1.0
+    schedule: Any = None
 
     def backward(self, step: int, micro: int, factor: float = 1.0) -> None:
         """The backward of one micro-batch, and what comes between two."""
@@ -165,6 +167,7 @@ def run(
 class LoopFace(Face):
     def __init__(self, engine: Any) -> None:
         self.engine, self.net, self.optimizer = engine, engine.module, engine.optimizer
+        self.schedule = engine.lr_scheduler
 
     @property
     def loss_scale(self) -> float:  # type: ignore[override]
@@ -241,13 +244,18 @@ class FabricFace(Face):
             self.schedule.step()
 
     def save(self, path: str) -> None:
-        self.fabric.save(path, {"model": self.model, "optimizer": self.wrapped})
+        self.fabric.save(path, {"model": self.model, **self._of_training})
 
     def wait(self) -> None:
         self.fabric.strategy.wait_for_save()
 
     def load(self, path: str, states: bool = True) -> None:
-        self.fabric.load(path, {"model": self.model, **({"optimizer": self.wrapped} if states else {})})
+        self.fabric.load(path, {"model": self.model, **(self._of_training if states else {})})
+
+    @property
+    def _of_training(self) -> dict[str, Any]:
+        """What a script saves beside the model."""
+        return {"optimizer": self.wrapped, **({} if self.schedule is None else {"schedule": self.schedule})}
 
 
 def _run_fabric(settings: Settings, contract: Contract, net: nn.Module) -> Any:
@@ -272,6 +280,7 @@ class TrainerFace(Face):
     def __init__(self, module: ContractModule) -> None:
         self.module, self.net = module, module.net
         self.optimizer = module.trainer.optimizers[0]
+        self.schedule = module.lr_schedulers()
         self._controller = module.trainer.precision_plugin.loss_scale_controller  # type: ignore[attr-defined]
 
     @property
@@ -297,8 +306,8 @@ class TrainerFace(Face):
         optimizer: Any = self.module.optimizers()
         optimizer.step()
         optimizer.zero_grad()
-        if (schedule := self.module.lr_schedulers()) is not None:
-            schedule.step()  # type: ignore[union-attr, call-arg]
+        if self.schedule is not None:
+            self.schedule.step()
 
     def save(self, path: str) -> None:
         self.module.trainer.save_checkpoint(path)

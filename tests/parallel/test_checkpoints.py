@@ -16,12 +16,12 @@ from torch import Tensor
 
 import lt_zero
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.load import as_lightning, restore_weights
+from lt_zero.checkpoint.native.load import as_lightning
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names, weight_fragments
 from lt_zero.checkpoint.native.save import bundle, make_directory, write
+from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.kernels.moments import CodedMoments
-from lt_zero.training.build import built_by
-from lt_zero.training.checkpoints import Progress, restore_optimizers
+from lt_zero.training.restore import Contents, Part, restore
 from tests.support.features import needs
 from tests.support.matrix import only_rows
 from tests.support.parallel_nets import Net, Ranks, Run, all_states, all_weights, reference_step, start
@@ -43,9 +43,9 @@ def save(run: Run, path: str) -> None:
 def load(run: Run, path: str) -> None:
     archive = Archive(path)
     found = as_lightning(archive)
-    restore_weights(run.model, run.engine, built_by(run.engine), found["state_dict"], strict=True)
-    Progress(stepped=True).restore(run.engine, None)
-    restore_optimizers(run.engine, {0: (run.optimizer, found["optimizer_states"][0])})
+    part = Part(run.model, run.engine, found["state_dict"])
+    part = part.going_on({**found, "global_step": STEPS}, {0: (run.optimizer, found["optimizer_states"][0])})
+    restore(Contents((part,)), run.engine.world, LossScaleController(run.engine.policy))
     archive.close()
 
 

@@ -18,8 +18,10 @@ from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.full_states import full_optimizer_state
 from lt_zero.core.engine.whole_model import full_state_dict
+from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.parallel import LayerSpec
-from lt_zero.training.checkpoints import frozen_names, restore_optimizers
+from lt_zero.training.checkpoints import frozen_names
+from lt_zero.training.restore import Contents, Part, restore
 from tests.support.lightning_tools import quick
 from tests.support.matrix import only, only_rows
 from tests.support.parity import OPTIMIZERS, STAGES
@@ -144,7 +146,8 @@ def _whole(ranks: Mesh, stage: int, folder: str) -> None:
     state, packed = (world.host_broadcast(each, "of one file") for each in (state, packed))
     again = ranks.start(stage, "adamw")
     assert again.model.load_state_dict(state) == ([], [])
-    restore_optimizers(again.engine, {0: (again.optimizer, packed)})
+    part = Part(again.model, again.engine, optimizers={0: (again.optimizer, packed)})
+    restore(Contents((part,)), world, LossScaleController(again.engine.policy))
     same(everything(again), had)
     own = next(name for name, _ in again.model.pipe.named_parameters())
     for wrong in ({**state, "pipe.layers.99.weight": torch.ones(1)}, {k: v for k, v in state.items() if own not in k}):

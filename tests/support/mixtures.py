@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import lt_zero
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.load import as_lightning, restore_weights
+from lt_zero.checkpoint.native.load import as_lightning
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names, weight_fragments
 from lt_zero.checkpoint.native.save import bundle, make_directory, write
 from lt_zero.config.options import group_options
@@ -21,11 +21,11 @@ from lt_zero.core.ask import configure_group
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.engine import Engine
+from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.features import features_of
 from lt_zero.parallel import Experts
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
-from lt_zero.training.build import built_by
-from lt_zero.training.checkpoints import Progress, restore_optimizers
+from lt_zero.training.restore import Contents, Part, restore
 from tests.support.parallel_nets import CPU, all_states, all_weights
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of
 
@@ -136,9 +136,9 @@ class MixtureRun(NamedTuple):
     def load(self, path: str) -> None:
         archive = Archive(path)
         found = as_lightning(archive)
-        restore_weights(self.model, self.engine, built_by(self.engine), found["state_dict"], strict=True)
-        Progress(stepped=True).restore(self.engine, None)
-        restore_optimizers(self.engine, {0: (self.optimizer, found["optimizer_states"][0])})
+        part = Part(self.model, self.engine, found["state_dict"])
+        part = part.going_on({**found, "global_step": 1}, {0: (self.optimizer, found["optimizer_states"][0])})
+        restore(Contents((part,)), self.engine.world, LossScaleController(self.engine.policy))
         archive.close()
 
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.load import as_lightning, restore_weights
+from lt_zero.checkpoint.native.load import as_lightning
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names
 from lt_zero.checkpoint.native.save import bundle, make_directory, write
+from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.parallel import LayerSpec, TiedLayerSpec
-from lt_zero.training.build import built_by
-from lt_zero.training.checkpoints import Progress, beside, left_out_here, restore_optimizers, weights_to_save
+from lt_zero.training.checkpoints import beside, weights_to_save
+from lt_zero.training.restore import Contents, Part, restore
 from tests.support.parallel_nets import all_states, all_weights
 from tests.support.pipelines import VOCABULARY, WIDTH, Block, Ranks, Run, head, start
 
@@ -76,10 +77,9 @@ def save(run: Run, path: str, left_out: Sequence[str] = ()) -> None:
 def load(run: Run, path: str) -> None:
     archive = Archive(path)
     found = as_lightning(archive)
-    left_out = left_out_here(run.engine, found["lt_zero"]["frozen_left_out"])
-    restore_weights(run.model, run.engine, built_by(run.engine), found["state_dict"], True, left_out)
-    Progress.of({**found, "global_step": 1}).restore(run.engine, None)
-    restore_optimizers(run.engine, {0: (run.optimizer, found["optimizer_states"][0])})
+    part = Part(run.model, run.engine, found["state_dict"], left_out=found["lt_zero"]["frozen_left_out"])
+    part = part.going_on({**found, "global_step": 1}, {0: (run.optimizer, found["optimizer_states"][0])})
+    restore(Contents((part,)), run.engine.world, LossScaleController(run.engine.policy))
     archive.close()
 
 

@@ -1,6 +1,6 @@
-"""Converts an open checkpoint to Lightning's dictionary, whose tensors are read on demand, and restores from it.
+"""Converts an open checkpoint to Lightning's dictionary, whose tensors are read on demand, and fits its parts to a run.
 
-Shared by a Trainer, Fabric and a loop of one's own.
+Shared by a Trainer, Fabric and a loop of one's own, which restore by training/restore.py.
 
 Note [Options of parameter groups]
     torch's ``load_state_dict`` replaces all options of a group by the saved ones. Those of another class (DeepSpeed's
@@ -10,17 +10,12 @@ Note [Options of parameter groups]
 Note [Weights of a checkpoint]
     The state dict has the weights that are evaluated: averages, if ``EMA`` made some. The optimizers' states belong to
     the trained weights, which such a checkpoint has, too. So a run that goes on with the states goes on with these.
-
-Note [Order of a restore]
-    Weights, training/checkpoints.py's ``Progress``, optimizers: what steps leave in the compute copies is made of the
-    loaded weights.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
@@ -32,7 +27,6 @@ from torch.optim import Optimizer
 
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.pieces import (
-    load_full_optimizer_state,
     names_on_all_ranks,
     on_all_ranks,
     parameter_names,
@@ -48,16 +42,15 @@ from lt_zero.common.boxes import Box
 from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.users_code import warn
-from lt_zero.config import ZeroConfig
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.guard import owner_of
-from lt_zero.core.engine.lazy_tensor import LazyTensor, elements_of, read_now
-from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
+from lt_zero.core.engine.lazy_tensor import LazyTensor, elements_of
 
 # Options of groups for which infinity makes no sense.
 _FINITE = ("lr", "initial_lr", "betas", "eps", "momentum", "dampening", "weight_decay", "alpha", "lr_decay")
 _COMPUTED = ("foreach", "fused", "capturable", "differentiable")
 NEW = "set checkpoint.load_optimizer_states=false to start with a new optimizer."
+NEW_SCHEDULE = "set checkpoint.load_lr_scheduler_states=false"
 # What else of a checkpoint is kept by the names of parameters: averaged runs' trained weights, what ranks owe.
 _BY_NAME = {TRAINED_WEIGHTS: ("weights",), RESIDUALS: ("units", "worker", "server", "counts")}
 UNCHANGED: Mapping[str, str | None] = MappingProxyType({})  # names that no hook has changed
@@ -85,23 +78,6 @@ def lightning_meta(source: CheckpointSource) -> dict[str, Any]:
         if key in meta and not isinstance(meta[key], kind):
             del meta[key]
     return meta
-
-
-def beginning_of_epoch(meta: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """``global_step``, ``epoch`` and ``loops`` for a state that Lightning did not save: at the beginning of the epoch
-    that ``meta`` names (else the first one), after ``steps`` optimizer steps."""
-    epoch = meta.get("epoch")
-    epoch = epoch if isinstance(epoch, int) and epoch >= 0 else 0
-    done = {"total": {"ready": steps, "completed": steps}, "current": {"ready": 0, "completed": 0}}
-    zeroed = {name: {**count, "started": count["ready"]} for name, count in done.items()}
-    counts = dict.fromkeys(("ready", "started", "processed", "completed"), epoch)
-    fit = {
-        "epoch_progress": {"total": counts, "current": dict(counts)},
-        "epoch_loop.state_dict": {"_batches_that_stepped": steps},
-        "epoch_loop.automatic_optimization.optim_progress": {"optimizer": {"step": done, "zero_grad": zeroed}},
-        "epoch_loop.manual_optimization.optim_step_progress": done,
-    }
-    return {"epoch": epoch, "global_step": steps, "loops": {"fit_loop": fit}}
 
 
 def require_training_state(checkpoint: Mapping[str, Any], optimizers: bool) -> None:
@@ -197,10 +173,8 @@ def with_names_by(rename: Callable[[str], str], checkpoint: Mapping[str, Any]) -
 
     made = {**checkpoint, "state_dict": named(checkpoint["state_dict"]), LT_ZERO: dict(checkpoint[LT_ZERO])}
     made[LT_ZERO]["frozen_left_out"] = [rename(name) for name in made[LT_ZERO]["frozen_left_out"]]
-    for number, saved in enumerate(checkpoint.get("optimizer_states", ())):
-        groups = [{**group, "params": [rename(name) for name in group["params"]]} for group in saved["param_groups"]]
-        made["optimizer_states"] = [*made["optimizer_states"]]
-        made["optimizer_states"][number] = {**saved, "state": named(saved["state"]), "param_groups": groups}
+    if "optimizer_states" in checkpoint:
+        made["optimizer_states"] = [with_names(saved, rename) for saved in checkpoint["optimizer_states"]]
     for key, kinds in _BY_NAME.items():
         if isinstance(made.get(key), Mapping):
             made[key] = {**made[key], **{kind: named(made[key][kind]) for kind in kinds if kind in made[key]}}
@@ -302,13 +276,7 @@ class OnAllRanks(NamedTuple):
 
 
 def fitting_state(
-    saved: Mapping[str, Any],
-    optimizer: Optimizer,
-    engine: Engine,
-    names: OnAllRanks,
-    number: int,
-    tell: bool,
-    remedy: str = NEW,
+    saved: Any, optimizer: Optimizer, engine: Engine, names: OnAllRanks, number: int, remedy: str = NEW
 ) -> Mapping[str, Any]:
     """Convert a saved state, by name as of ``as_lightning`` or by the numbers of the whole model, to torch's form.
 
@@ -316,22 +284,27 @@ def fitting_state(
 
     Args:
         optimizer: the running one; ``names``: of its parameters; ``number``: its number, for messages.
-        tell: warn of options that are left out.
         remedy: how to go on without the saved state, for messages.
 
     Raises:
-        CheckpointError: the saved parameters or their groups differ from the running ones.
+        CheckpointError: it is no state; the saved parameters or their groups differ from the running ones; or an option
+            of its groups or a counter of steps is not finite.
     """
+    if not isinstance(saved, Mapping) or (saved and "param_groups" not in saved):  # {}: Lightning's mock
+        raise CheckpointError("What the checkpoint has for the optimizer is no state of one: check the keys.")
+    if not saved:
+        return saved
+    _check_numbers(saved, number, remedy)
     own = parameter_names(optimizer, engine)
     if not any(isinstance(name, str) for group in saved["param_groups"] for name in group["params"]):
         whole, numbers = list(chain.from_iterable(names.groups)), parameter_numbers(saved)
         if len(numbers) != len(whole) or len(numbers) == sum(map(len, own)):
             return saved
-        saved = _named(saved, dict(zip(numbers, whole, strict=True)))
+        saved = with_names(saved, dict(zip(numbers, whole, strict=True)).__getitem__)
     if saved.get("foreign"):
         groups, dropped = settings_here(in_order(saved["param_groups"], names.groups), optimizer.param_groups)
         saved = {**saved, "param_groups": groups}
-        if dropped and tell:
+        if dropped and engine.world.rank == 0:
             warn(
                 f"Options of the checkpoint's optimizer {number} that the running optimizer does not have are left "
                 f"out: {', '.join(dropped)}.",
@@ -352,14 +325,16 @@ def in_order(groups: Sequence[Mapping[str, Any]], running: Sequence[Sequence[str
     return [groups[saved.index(names)] for names in order]
 
 
-def _named(saved: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
-    """A state dict with names in the place of numbers."""
-    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]]
-    return {**saved, "state": {names[n]: state for n, state in saved["state"].items()}, "param_groups": groups}
+def with_names(saved: Mapping[str, Any], rename: Callable[[Any], Any]) -> dict[str, Any]:
+    """An optimizer's saved state with other names, or numbers, of its parameters."""
+    groups = [{**group, "params": [rename(name) for name in group["params"]]} for group in saved["param_groups"]]
+    return {**saved, "state": {rename(name): state for name, state in saved["state"].items()}, "param_groups": groups}
 
 
-def check_schedule(saved: Any, running: Any, path: str) -> None:
+def check_schedule(saved: Any, running: Any, path: str, remedy: str = NEW_SCHEDULE) -> None:
     """Check that a schedule can take a saved state: torch's accept any, and go on from where they are.
+
+    ``path``: of the checkpoint; ``remedy``: how to go on without the saved state, for messages.
 
     Raises:
         CheckpointError: the state is of DeepSpeed's own schedules, and the running one is not; or it has a rate that is
@@ -368,15 +343,14 @@ def check_schedule(saved: Any, running: Any, path: str) -> None:
     for key in ("base_lrs", "_last_lr") if isinstance(saved, Mapping) else ():
         rates = saved.get(key)
         for rate in rates if isinstance(rates, (tuple, list)) else ():
-            remedy = "set checkpoint.load_lr_scheduler_states=false to begin a new schedule, or use another checkpoint."
-            _refuse_broken(rate, True, f"{key}={rates!r} in a schedule of {path}", remedy)
+            remedies = f"{remedy} to begin a new schedule, or use another checkpoint."
+            _refuse_broken(rate, True, f"{key}={rates!r} in a schedule of {path}", remedies)
     of_deepspeed = isinstance(saved, Mapping) and "last_batch_iteration" in saved and "last_epoch" not in saved
     if of_deepspeed and not hasattr(running, "last_batch_iteration"):
         raise CheckpointError(
             f"{path} has a schedule of DeepSpeed at iteration {saved['last_batch_iteration']}, which "
             f"{type(running).__name__} cannot take. Use DeepSpeed's schedule (the block `scheduler` of its "
-            "configuration, or lt_zero's class of that name), or set checkpoint.load_lr_scheduler_states=false to "
-            "begin a new one."
+            f"configuration, or lt_zero's class of that name), or {remedy} to begin a new one."
         )
 
 
@@ -491,18 +465,6 @@ def _names_by_value(state: Mapping[str, Any]) -> dict[int, list[str]]:
     return names
 
 
-def with_names(saved: Any, names: Mapping[str, str | None]) -> Any:
-    """An optimizer's saved state with the names that a hook has given to its parameters."""
-
-    def name_of(name: Any) -> Any:
-        return names.get(name) or name if isinstance(name, str) else name
-
-    if not names or not isinstance(saved, Mapping) or "param_groups" not in saved:
-        return saved
-    groups = [{**group, "params": [name_of(name) for name in group["params"]]} for group in saved["param_groups"]]
-    return {**saved, "param_groups": groups, "state": {name_of(n): state for n, state in saved["state"].items()}}
-
-
 def trained_weights(
     checkpoint: Mapping[str, Any], names: Mapping[str, str | None] = MappingProxyType({})
 ) -> Mapping[str, Any]:
@@ -541,38 +503,6 @@ def engine_of(module: nn.Module) -> Engine | None:
     return next((owner for owner in map(owner_of, module.parameters()) if isinstance(owner, Engine)), None)
 
 
-def restore_weights(
-    module: nn.Module,
-    engine: Engine | None,
-    config: ZeroConfig,
-    state: Mapping[str, Any],
-    strict: bool,
-    left_out: Sequence[str] = (),
-    reach: Callable[[int], object] | None = None,
-) -> None:
-    """Load a module's weights, as ``load_from_fp32_weights`` says. Not collective.
-
-    Args:
-        module: sharded or not.
-        engine: of the module; None if it is not sharded.
-        config: of the run.
-        state: full tensors, which may be read on demand.
-        strict, left_out: as for ``load_module``.
-        reach: is called with the number of each tensor that is read.
-
-    Raises:
-        RuntimeError: names or shapes do not match, as in torch.
-    """
-    if engine is not None:
-        engine.note_loaded(after_step=False)
-        if not config.zero_optimization.load_from_fp32_weights:
-            state = rounded_weights(engine, state)
-    with engine.replaced.restoring() if engine is not None else nullcontext():
-        load_module(module, state if reach is None else counted(state, reach), strict, left_out)
-    # Read now what the module took over: it may have the lazy tensors themselves (assign=True).
-    read_now(module)
-
-
 def _check_numbers(saved: Mapping[str, Any], number: int, remedy: str) -> None:
     """Raise CheckpointError if a saved optimizer has an option or a counter with which every weight would become NaN.
 
@@ -594,30 +524,3 @@ def _refuse_broken(value: Any, finite: bool, what: str, remedy: str) -> None:
         value = value.item()
     if isinstance(value, float) and (math.isnan(value) or (finite and math.isinf(value))):
         raise CheckpointError(f"The checkpoint has {what}, with which weights would become NaN: {remedy}")
-
-
-def restore_optimizer(
-    optimizer: Optimizer,
-    engine: Engine,
-    saved: Mapping[str, Any],
-    names: OnAllRanks,
-    number: int,
-    remedy: str = NEW,
-    tick: Callable[[], object] = lambda: None,
-) -> None:
-    """Load an optimizer's state, whether or not it is sharded; arguments as for ``fitting_state``. Not collective.
-
-    ``tick`` is called after the state of each parameter is read.
-
-    Raises:
-        CheckpointError, ValueError: the optimizer's parameters differ from the saved ones, or an option of its groups
-            or a counter of steps is not finite.
-    """
-    tell = engine.world.rank == 0
-    _check_numbers(saved, number, remedy)
-    state = fitting_state(saved, optimizer, engine, names, number, tell, remedy) if saved else saved
-    sharded = ShardedOptimizer.of(optimizer)
-    if sharded is None:
-        optimizer.load_state_dict(dict(state))
-    else:
-        load_full_optimizer_state(sharded, state, tick)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,17 +36,16 @@ from lt_zero.checkpoint.last import tell_of_newer
 from lt_zero.checkpoint.native.directory import is_url, plain_path, remove
 from lt_zero.checkpoint.native.load import (
     as_lightning,
-    check_schedule,
     engine_of,
     load_module,
     renamed,
     require_training_state,
-    restore_weights,
     trained_weights,
     with_names,
 )
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names
-from lt_zero.checkpoint.native.plain import restore, to_plain
+from lt_zero.checkpoint.native.plain import restore as put_back
+from lt_zero.checkpoint.native.plain import to_plain
 from lt_zero.checkpoint.native.save import LT_ZERO
 from lt_zero.checkpoint.native.saved_file import explained
 from lt_zero.checkpoint.open import (
@@ -65,16 +65,12 @@ from lt_zero.common.places import load
 from lt_zero.common.plain_names import names_of
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.core.engine.averaged_weights import average_of
-from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.guard import owner_of
 from lt_zero.core.engine.lazy_tensor import LazyTensor, read_now
 from lt_zero.training.checkpoints import (
-    Progress,
     Saving,
     beside,
     frozen_names,
-    left_out_here,
-    restore_optimizers,
     trained_beside,
     weights_to_save,
 )
@@ -83,6 +79,7 @@ from lt_zero.training.lightning.data_position.position import POSITION, DataPosi
 from lt_zero.training.lightning.precision import sharded_of
 from lt_zero.training.lightning.setup import RunSnapshot
 from lt_zero.training.lightning.uploads import upload_directories
+from lt_zero.training.restore import Contents, Part, restore
 
 _HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 _HPARAMS_TYPE = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE
@@ -114,7 +111,7 @@ class CheckpointService:
         self._data = data
         self._frozen: list[str] = []  # names left out of the last state dict
         self._synchronous = False  # see ``foreground``
-        self._deferred: tuple[Mapping[str, Any], bool, list[str]] | None = None  # See Note [Life of a restore]
+        self._deferred: Part | None = None  # see Note [Life of a restore]
         self._early: dict[str, tuple[Any, Tensor]] = {}  # loaded value and module's: Note [Callbacks that restore]
         self._opened: dict[str, Any] = {}  # the state dict of a directory, until hooks have had it
         self._renamed: dict[str, str | None] = {}  # names that a hook has changed in it
@@ -214,7 +211,7 @@ class CheckpointService:
         agreed = run.agree(f"saving {path}", CheckpointError)
         with gc_disabled(), agreed, progress_bar(f"Saving {path}", rank=run.rank):
             found, rest = to_plain(content)
-            restore(found, rest)
+            put_back(found, rest)
             assert isinstance(found, dict)
             found.setdefault(LT_ZERO, {})["config"] = run.shown
             if self._frozen:
@@ -344,22 +341,18 @@ class CheckpointService:
         self._renamed, self._opened = renamed(self._opened, checkpoint["state_dict"]), {}
         state: Mapping[str, Any] = trained_weights(checkpoint, self._renamed) if fits else checkpoint["state_dict"]
         left_out = list(checkpoint.get(LT_ZERO, {}).get("frozen_left_out", []))
-        owners = {id(owner): owner for owner in map(owner_of, module.parameters()) if owner is not None}
-        for owner in owners.values():
-            if isinstance(owner, Engine) and (average := average_of(owner)) is not None:
-                # The average is of the weights that are replaced now.
-                average.end()
+        sharded = any(owner_of(parameter) is not None for parameter in module.parameters())
         lazy = any(isinstance(value, LazyTensor) for value in state.values())
-        rounds = not run.config.zero_optimization.load_from_fp32_weights
+        rounded = not run.config.zero_optimization.load_from_fp32_weights
         # Those that are parallelized already take whole tensors only once they are sharded.
         later = any(p.is_meta or is_distributed(p) for p in module.parameters())
-        self._deferred = (state, strict, left_out)
-        if owners or not (lazy or rounds or later):
+        self._deferred = Part(module, None, state, strict, left_out, rounded)
+        if sharded or not (lazy or rounded or later):
             self.load_deferred(run)
             return
         callbacks = run.trainer.callbacks if run.trainer is not None else []  # type: ignore[attr-defined]
-        restore = any(is_overridden("on_load_checkpoint", callback, parent=pl.Callback) for callback in callbacks)
-        if restore and not later:  # see Note [Callbacks that restore]
+        reads = any(is_overridden("on_load_checkpoint", callback, parent=pl.Callback) for callback in callbacks)
+        if reads and not later:  # see Note [Callbacks that restore]
             with run.agree("loading weights", CheckpointError):
                 load_module(module, state, strict=False)  # a callback may add missing entries
             names = names_of(module)
@@ -370,39 +363,47 @@ class CheckpointService:
         """Load deferred weights into the sharded module, if there are any. Collective."""
         if self._deferred is None:
             return
-        assert run.module is not None
-        (given, strict, left_out), early = self._deferred, self._early
+        part, early = self._deferred, self._early
         self._deferred, self._early = None, {}
-        state = dict(given)
-        state |= {name: held for name, (loaded, held) in early.items() if state.get(name) is loaded}
-        engine, agreed = engine_of(run.module), run.agree("loading weights", CheckpointError)
-        left_out = left_out_here(engine, left_out)
-        with agreed, progress_bar("Loading weights", len(state), rank=run.rank) as work:
-            restore_weights(run.module, engine, run.config, state, strict, left_out, work.reach)
+        weights = dict(part.weights or {})
+        weights |= {name: held for name, (loaded, held) in early.items() if weights.get(name) is loaded}
+        part = replace(part, engine=engine_of(part.module), weights=weights)
+        restore(Contents((part,)), run.world, run.loss_scale)
 
-    def load_optimizers(self, run: RunSnapshot, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers' states and the position in the data. Collective."""
-        states = [with_names(state, self._renamed) for state in checkpoint["optimizer_states"]]
-        world, how = run.engine.world, run.config.checkpoint
+    def load_optimizers(self, run: RunSnapshot, checkpoint: dict[str, Any]) -> None:
+        """Restore what Lightning does when training starts, and what it does not know. Collective.
+
+        The loss scale is not among it: Lightning gives it to the precision plugin.
+        """
+        states = checkpoint["optimizer_states"]
+        if self._renamed:
+            states = [with_names(state, lambda name: self._renamed.get(name) or name) for state in states]
+        engine, how = run.engine, run.config.checkpoint
+        part = Part(engine.root, engine)
+        if states or (how.load_optimizer_states and not how.load_module_only):
+            if len(states) != len(run.optimizers):  # on all ranks: their checkpoints and optimizers are compared
+                raise CheckpointError(
+                    f"The checkpoint has {len(states)} optimizer(s), configure_optimizers returns "
+                    f"{len(run.optimizers)}. Return the same optimizers as before, or set "
+                    "checkpoint.load_optimizer_states=false to start with fresh ones."
+                )
+            part = part.going_on(checkpoint, dict(enumerate(zip(run.optimizers, states, strict=True))))
         running = run.trainer.lr_scheduler_configs if run.trainer is not None else []
-        for state, config in zip(checkpoint.get("lr_schedulers", ()), running, strict=False):
-            check_schedule(state, config.scheduler, checkpoint.get(LT_ZERO, {}).get("path") or "The checkpoint")
-        if POSITION in checkpoint:
-            with run.agree("restoring random states and the position in the data", CheckpointError):
-                self._data.load(checkpoint[POSITION], run.session.division.data_rank, run.session.division.data_ranks)
-        if not states and (how.load_module_only or not how.load_optimizer_states):
-            return
-        Progress.of(checkpoint).restore(run.engine, None)  # Lightning gives the loss scale to the precision plugin
-        total = sum(len(group["params"]) for state in states for group in state.get("param_groups", []))
-        if len(states) != len(run.optimizers):  # on all ranks: their checkpoints and optimizers are compared
-            raise CheckpointError(
-                f"The checkpoint has {len(states)} optimizer(s), configure_optimizers returns "
-                f"{len(run.optimizers)}. Return the same optimizers as before, or set "
-                "checkpoint.load_optimizer_states=false to start with fresh ones."
-            )
-        pairs = dict(enumerate(zip(run.optimizers, states, strict=True)))
-        with progress_bar("Loading optimizer states", total, rank=world.rank) as work:
-            restore_optimizers(run.engine, pairs, tick=work.advance)
+        saved = checkpoint.get("lr_schedulers", ())
+        contents = Contents(
+            (part,),
+            schedules=[(config.scheduler, state) for config, state in zip(running, saved, strict=False)],
+            beside=[(partial(self._load_position, run), checkpoint[POSITION])] if POSITION in checkpoint else [],
+            path=checkpoint.get(LT_ZERO, {}).get("path") or "The checkpoint",
+        )
+        restore(contents, engine.world, run.loss_scale)
+        checkpoint["lr_schedulers"] = []  # else Lightning would restore them again
+
+    def _load_position(self, run: RunSnapshot, states: Any) -> None:
+        """Load random states and the position in the data. Collective."""
+        division = run.session.division
+        with run.agree("restoring random states and the position in the data", CheckpointError):
+            self._data.load(states, division.data_rank, division.data_ranks)
 
 
 def _without_values(run: RunSnapshot, state: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from lt_zero.checkpoint.native.directory import plain_path
-from lt_zero.checkpoint.native.load import engine_of, restore_weights
+from lt_zero.checkpoint.native.load import engine_of
 from lt_zero.checkpoint.native.save import FABRIC
 from lt_zero.checkpoint.open import load_same
 from lt_zero.common.garbage import without_gc
@@ -39,10 +39,11 @@ from lt_zero.training.lightning.arguments import explained
 from lt_zero.training.lightning.checkpoint_plugin import writes_directories
 from lt_zero.training.lightning.data_position.loop import LoopLoader
 from lt_zero.training.lightning.data_position.position import is_stateful, tracked
-from lt_zero.training.lightning.fabric_items import FabricItems, ShardedModule, optimizer_state, whole
+from lt_zero.training.lightning.fabric_items import FabricItems, ShardedModule, optimizer_state
 from lt_zero.training.lightning.launchers import FabricLauncher
 from lt_zero.training.lightning.precision import ZeroPrecision
 from lt_zero.training.lightning.sharded_strategy import ShardedStrategy
+from lt_zero.training.restore import load_weights
 from lt_zero.training.session import move_buffers
 
 log = logging.getLogger("lt_zero")
@@ -422,7 +423,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
 
     @override
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        restore_weights(whole(module), engine_of(module), self.config, state_dict, strict)
+        load_weights(self._items.part(module, state_dict, strict))
 
     def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The state dict of a module that is set up, with full tensors on rank 0, {} on the others. Collective."""

@@ -14,9 +14,10 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lt_zero.checkpoint.native.full_states import full_optimizer_state
-from lt_zero.checkpoint.native.load import as_lightning, engine_of, entries_of, loss_scale, restore_weights
+from lt_zero.checkpoint.native.load import as_lightning, engine_of, entries_of, loss_scale, with_names
 from lt_zero.checkpoint.native.load import stepped as has_stepped
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names
 from lt_zero.checkpoint.native.rank_state import (
@@ -24,7 +25,6 @@ from lt_zero.checkpoint.native.rank_state import (
     OF_RANKS,
     RANK_BUFFERS,
     RESIDUALS,
-    load_rank_buffers,
     own_values,
     values_of_ranks,
 )
@@ -38,16 +38,9 @@ from lt_zero.core.comm.world import World
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
-from lt_zero.training.checkpoints import (
-    Progress,
-    beside,
-    frozen_names,
-    left_out_here,
-    restore_optimizers,
-    weights_to_save,
-    whole_weights,
-)
+from lt_zero.training.checkpoints import beside, frozen_names, weights_to_save, whole_weights
 from lt_zero.training.lightning.checkpoint_plugin import local_file, write_file
+from lt_zero.training.restore import Contents, Part, restore
 from lt_zero.training.session import Session
 
 log = logging.getLogger("lt_zero")
@@ -78,28 +71,24 @@ class ShardedModule(nn.Module):
 class Opened:
     """Content of a checkpoint by the keys of ``fabric.save``; tensors of a directory are read on demand.
 
-    ``modules``, ``optimizers``: keys; ``left_out``: names of frozen weights that were not saved, by module;
-    ``trained``: weights that training goes on with, by module, where they are not those in ``saved``; ``stepped``: keys
-    of optimizers whose weights are those of a step, None: of those with states; ``of_ranks``: values of each rank, of
-    items that differ between ranks; ``features``: states of features.
+    ``prefixes``: of names of parameters, by module; ``optimizers``: keys; ``left_out``: names of frozen weights that
+    were not saved, by module; ``trained``: weights that training goes on with, by module, where they are not those in
+    ``saved``; ``stepped``: keys of optimizers whose weights are those of a step, None: of those with states;
+    ``residuals``, ``rank_buffers``, ``features``: as of ``Part``; ``of_ranks``: values of each rank, of items that
+    differ between ranks.
     """
 
     saved: dict[str, Any]
-    modules: Sequence[str] = ()
+    prefixes: Mapping[str, str] = field(default_factory=dict)
     optimizers: Sequence[str] = ()
     left_out: Mapping[str | None, Sequence[str]] = field(default_factory=dict)
     trained: Mapping[str | None, Mapping[str, Any]] = field(default_factory=dict)
     stepped: Collection[str] | None = None
-    loss_scale: dict[str, Any] = field(default_factory=dict)
+    loss_scale: Mapping[str, Any] = field(default_factory=dict)
     residuals: Any = None
     rank_buffers: Any = None
     features: Any = None
     of_ranks: Mapping[str, list[Any]] = field(default_factory=dict)
-    prefixes: Mapping[str, str] = field(default_factory=dict)  # of names of parameters, by module
-
-    def progress(self, stepped: bool) -> Progress:
-        """Progress of an optimizer's engine, without buffers, which are restored with its module."""
-        return Progress(stepped, self.residuals, loss_scale=self.loss_scale, features=self.features)
 
     def only(self, value: nn.Module | Optimizer, path: str) -> str:
         """The key of the only module, or optimizer.
@@ -107,7 +96,8 @@ class Opened:
         Raises:
             CheckpointError: there are several, or none.
         """
-        kind, keys = ("module", self.modules) if isinstance(value, nn.Module) else ("optimizer", self.optimizers)
+        is_module = isinstance(value, nn.Module)
+        kind, keys = ("module", list(self.prefixes)) if is_module else ("optimizer", self.optimizers)
         if len(keys) != 1:
             raise CheckpointError(
                 f"{path} has {len(keys)} {kind}s ({', '.join(keys) or 'none'}), and fabric.load_raw takes one. "
@@ -132,15 +122,14 @@ def open_directory(source: CheckpointSource, weights_only: bool | None) -> Opene
         saved[key] = {name.removeprefix(prefix): value for name, value in whole if name.startswith(prefix)}
         left_out[key] = [name.removeprefix(prefix) for name in frozen if name.startswith(prefix)]
     for (key, prefix), state in zip(here["optimizers"].items(), states, strict=True):
-        saved[key] = _without_prefix(state, prefix)
-    modules, optimizers = list(here["modules"]), list(here["optimizers"])
+        saved[key] = with_names(state, partial(_without_prefix, prefix))
     trained: dict[str | None, Mapping[str, Any]] = {}
     if TRAINED_WEIGHTS in found and foreign:
         trained["model"] = found[TRAINED_WEIGHTS]["weights"]
     return Opened(
         saved,
-        modules,
-        optimizers,
+        here["modules"],
+        list(here["optimizers"]),
         left_out,
         trained,
         stepped=here.get("stepped"),  # earlier versions did not save it
@@ -149,7 +138,6 @@ def open_directory(source: CheckpointSource, weights_only: bool | None) -> Opene
         rank_buffers=found.get(RANK_BUFFERS),
         features=found.get(FEATURES),
         of_ranks=here.get(OF_RANKS, {}),
-        prefixes=here["modules"],
     )
 
 
@@ -158,13 +146,13 @@ def opened_file(saved: dict[str, Any]) -> Opened:
     own = saved.pop(BESIDE, {})
     return Opened(
         saved,
+        own.get("modules", {}),
         left_out=own.get("frozen_left_out", {}),  # earlier versions did not leave them out
         stepped=own.get("stepped"),
         loss_scale=own.get("loss_scale", {}),
         residuals=own.get(RESIDUALS),
         features=own.get(FEATURES),
         of_ranks=own.get(OF_RANKS, {}),
-        prefixes=own.get("modules", {}),
     )
 
 
@@ -300,45 +288,65 @@ class FabricItems:
 
     def restore(self, opened: Opened, objects: Mapping[Any, Any], saved: Mapping[Any, Any], strict: bool) -> None:
         """Load parts of a checkpoint into objects. Collective."""
-        optimizers = {k: ShardedOptimizer.of(value) for k, value in objects.items() if isinstance(value, Optimizer)}
-        stepped_next = [sharded.engine for sharded in optimizers.values() if sharded is not None]
-        keys = {value.engine: key for key, value in objects.items() if isinstance(value, ShardedModule)}
-        # checkpoint/native/load.py, Note [Order of a restore]
-        for key, value in objects.items():
-            if isinstance(value, nn.Module):
-                goes_on = isinstance(value, ShardedModule) and value.engine in stepped_next
-                weights = opened.trained.get(key, {}) if goes_on else {}
-                left_out = left_out_here(engine_of(value), list(opened.left_out.get(key, ())))
-                with self.world.agree(f"loading {type(value).__name__}", CheckpointError):
-                    state = {**saved[key], **weights}
-                    restore_weights(whole(value), engine_of(value), self.config, state, strict, left_out)
-                self._restore_buffers(value, opened, key)
-        for key, value in objects.items():
-            if (sharded := optimizers.get(key)) is not None:
-                states = saved[key].get("state") if isinstance(saved[key], Mapping) else None
-                stepped = bool(states) if opened.stepped is None else key in opened.stepped
-                self._restore_optimizer(opened, sharded, saved[key], stepped, keys.get(sharded.engine))
-            elif not isinstance(value, nn.Module):
-                value.load_state_dict(saved[key])
+        found = {key: ShardedOptimizer.of(value) for key, value in objects.items() if isinstance(value, Optimizer)}
+        optimizers = {key: sharded for key, sharded in found.items() if sharded is not None}
+        parts: dict[Any, Part] = {
+            key: replace(
+                self.part(value, saved[key], strict),
+                left_out=list(opened.left_out.get(key, ())),
+                prefix=opened.prefixes.get(key, ""),
+                rank_buffers=opened.rank_buffers if key is not None else None,
+            )
+            for key, value in objects.items()
+            if isinstance(value, nn.Module)
+        }
+        rest = [(value, saved[key]) for key, value in objects.items() if key not in parts and key not in optimizers]
+        loaded = {part.engine: key for key, part in parts.items()}
+        engines = dict.fromkeys(sharded.engine for sharded in optimizers.values())
+        for engine in engines:
+            own = {key: sharded for key, sharded in optimizers.items() if sharded.engine is engine}
+            key = loaded.get(engine, engine)
+            parts[key] = self._going_on(parts.get(key, Part(engine.root, engine)), key, opened, own, saved)
+        contents = Contents(
+            list(parts.values()),
+            loss_scale=opened.loss_scale if engines else None,
+            scaled=list(engines),
+            schedules=[pair for pair in rest if isinstance(pair[0], LRScheduler)],
+            beside=[(value.load_state_dict, state) for value, state in rest if not isinstance(value, LRScheduler)],
+            new_optimizer="leave the optimizer out of what fabric.load gets, to start with a new one.",
+            new_schedule="leave the schedule out of what fabric.load gets",
+        )
+        restore(contents, self.world, self.loss_scale)
 
-    def _restore_optimizer(
-        self, opened: Opened, sharded: ShardedOptimizer, saved: Any, stepped: bool, module: Any
-    ) -> None:
-        """Restore progress and states of an optimizer; ``module``: the key of its module, None: that is not loaded."""
-        progress = opened.progress(stepped)
-        if module not in opened.prefixes and len(opened.prefixes) > 1:
-            # It is unknown which of the states of features are those of this engine.
-            progress = replace(progress, features=None)
-        progress.restore(sharded.engine, self.loss_scale, opened.prefixes.get(module, ""))
-        remedy = "leave the optimizer out of what fabric.load gets, to start with a new one."
-        whole = {"state": {}, **saved} if isinstance(saved, Mapping) else saved  # a filter may have left it out
-        number = self.session.number(sharded)
-        restore_optimizers(sharded.engine, {number: (sharded.optimizer, whole)}, remedy)
+    def part(self, module: nn.Module, weights: Mapping[str, Any], strict: bool) -> Part:
+        """A module that gets weights."""
+        engine = module.engine if isinstance(module, ShardedModule) else engine_of(module)
+        rounded = not self.config.zero_optimization.load_from_fp32_weights
+        return Part(whole(module), engine, weights, strict, rounded=rounded)
 
-    def _restore_buffers(self, value: Any, opened: Opened, key: str | None) -> None:
-        """Load this rank's buffers of a module, where ranks had different ones."""
-        if isinstance(value, ShardedModule) and key is not None and opened.rank_buffers is not None:
-            load_rank_buffers(value.engine, opened.rank_buffers, opened.prefixes.get(key, ""))
+    def _going_on(
+        self, part: Part, key: Any, opened: Opened, own: Mapping[Any, ShardedOptimizer], saved: Mapping[Any, Any]
+    ) -> Part:
+        """A part with what its optimizers need to go on.
+
+        Args:
+            key: of its module, if that is loaded.
+            own: its optimizers.
+        """
+        states = {k: {"state": {}, **saved[k]} if isinstance(saved[k], Mapping) else saved[k] for k in own}  # filtered
+        known = opened.stepped
+        if known is None:
+            known = [k for k in own if isinstance(saved[k], Mapping) and saved[k].get("state")]
+        # Without its module it may be unknown which of the states of features are those of an engine.
+        is_known = key in opened.prefixes or len(opened.prefixes) < 2
+        return replace(
+            part,
+            weights={**part.weights, **opened.trained.get(key, {})} if part.weights is not None else None,
+            stepped=any(k in known for k in own),
+            residuals=opened.residuals,
+            features=opened.features if is_known else None,
+            optimizers={self.session.number(sharded): (sharded.optimizer, states[k]) for k, sharded in own.items()},
+        )
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -352,7 +360,5 @@ def whole(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, ShardedModule) else module
 
 
-def _without_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """An optimizer's state, with parameters named as in their module."""
-    groups = [{**g, "params": [name.removeprefix(prefix) for name in g["params"]]} for g in state["param_groups"]]
-    return {**state, "param_groups": groups, "state": {n.removeprefix(prefix): v for n, v in state["state"].items()}}
+def _without_prefix(prefix: str, name: str) -> str:
+    return name.removeprefix(prefix)

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import is_url, plain_path
-from lt_zero.checkpoint.native.load import as_lightning
+from lt_zero.checkpoint.native.load import as_lightning, with_names
 from lt_zero.checkpoint.native.plain import has_missing
 from lt_zero.checkpoint.native.save import LT_ZERO
 from lt_zero.checkpoint.open import found_at, open_source
@@ -142,8 +142,7 @@ def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state dict with torch's numbers in place of the names of parameters."""
     names = [name for group in state["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
-    return {"state": {numbers[name]: entries for name, entries in state["state"].items()}, "param_groups": groups}
+    return with_names({key: state[key] for key in ("state", "param_groups")}, numbers.__getitem__)
 
 
 def _device(map_location: Any) -> torch.device:

@@ -32,6 +32,7 @@ from lt_zero.core.engine.outside_steps import within_step
 from lt_zero.core.step.loss_scale import LossScaler, usable_scale
 from lt_zero.core.step.sharded_optimizer import RanClosure, ShardedOptimizer
 from lt_zero.training.loss_scale import loss_scale_controller
+from lt_zero.training.restore import Contents, restore
 
 if TYPE_CHECKING:
     from lt_zero.core.engine.engine import Engine
@@ -326,9 +327,8 @@ class ZeroPrecision(HalfPrecision):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.loss_scale_controller.load_state_dict(state_dict)
-        if self.engine is not None:
-            self.loss_scale_controller.start_watching(self.engine)
+        scaled = [self.engine] if self.engine is not None else []
+        restore(Contents(loss_scale=state_dict, scaled=scaled), None, self.loss_scale_controller)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

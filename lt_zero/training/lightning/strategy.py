@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -552,7 +552,7 @@ class ZeroStrategy(RunQueries):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self.checkpoints.load_optimizers(self.run, checkpoint)
+        self.checkpoints.load_optimizers(self.run, cast("dict[str, Any]", checkpoint))
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

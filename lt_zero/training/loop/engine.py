@@ -10,7 +10,7 @@ Note [Accumulation in a loop]
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,15 +25,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from typing_extensions import override
 
 from lt_zero.checkpoint.native.directory import inside, is_url, plain_path
-from lt_zero.checkpoint.native.load import (
-    OnAllRanks,
-    as_lightning,
-    check_schedule,
-    entries_of,
-    fitting_state,
-    restore_weights,
-    trained_weights,
-)
+from lt_zero.checkpoint.native.load import as_lightning, entries_of, loss_scale, trained_weights
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names
 from lt_zero.checkpoint.native.rank_state import OF_RANKS, own_values, values_of_ranks
 from lt_zero.checkpoint.native.save import LOOP
@@ -58,19 +50,17 @@ from lt_zero.core.health.launchers import local_rank
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
 from lt_zero.training.checkpoints import (
-    Progress,
     Saving,
     beside,
     export_weights,
     frozen_names,
-    left_out_here,
-    restore_optimizers,
     weights_to_save,
     whole_weights,
 )
 from lt_zero.training.loop.monitoring import monitor_of
 from lt_zero.training.loop.queries import EngineQueries
 from lt_zero.training.loss_scale import loss_scale_controller
+from lt_zero.training.restore import Contents, Part, restore
 from lt_zero.training.session import Session
 
 ended: WeakSet[Engine] = WeakSet()  # whose ``TrainingEngine`` was destroyed
@@ -504,52 +494,35 @@ class TrainingEngine(EngineQueries):
         path = inside(load_dir, named)
         saved = load_same(world, path, partial(opened_source, path, as_lightning, world.rank == 0))
         own, how = entries_of(saved, LOOP), self._config.checkpoint
-        only_weights = load_module_only or how.load_module_only
-        state = None
-        if load_optimizer_states and how.load_optimizer_states and not only_weights:
-            names = OnAllRanks.of(self.optimizer, self.engine) if self.optimizer is not None else None
-            with world.agree("checking optimizer states", CheckpointError):
-                state = self._fitting_state(names, saved.get("optimizer_states", []), path)
-        schedules = saved.get("lr_schedulers") if load_lr_scheduler_states and how.load_lr_scheduler_states else None
-        if schedules and self.lr_scheduler is not None and not only_weights:
-            check_schedule(schedules[0], self.lr_scheduler, path)
-        left_out = left_out_here(self.engine, saved.get("lt_zero", {}).get("frozen_left_out", []))
-        self.loss_scale_controller.read_skip_flag()  # of a step before
-        weights = saved["state_dict"] if only_weights else trained_weights(saved)
-        with world.agree("loading weights", CheckpointError):
-            restore_weights(self.module, self.engine, self._config, weights, load_module_strict, left_out)
+        goes_on = not (load_module_only or how.load_module_only)
+        with_states = goes_on and load_optimizer_states and how.load_optimizer_states
+        with_schedule = goes_on and load_lr_scheduler_states and how.load_lr_scheduler_states
+        weights = trained_weights(saved) if goes_on else saved["state_dict"]
+        left_out = saved.get("lt_zero", {}).get("frozen_left_out", [])
+        rounded = not self._config.zero_optimization.load_from_fp32_weights
+        part = Part(self.module, self.engine, weights, load_module_strict, left_out, rounded)
+        if with_states and self.optimizer is not None:
+            part = part.going_on(saved, {0: (self.optimizer, _only_state(saved, path))})
+        schedules = saved.get("lr_schedulers") if with_schedule else []
+        has_schedule = self.lr_scheduler is not None
+        contents = Contents(
+            (part,),
+            loss_scale=loss_scale(saved) if part.optimizers else None,
+            scaled=(self.engine,),
+            schedules=[(self.lr_scheduler, schedules[0])] if schedules and has_schedule else [],
+            path=path,
+        )
+        restore(contents, world, self.loss_scale_controller)
         self.zero_grad()  # of other weights
         self._pending, self._scaled = 0, False
-        if not only_weights:
-            self._go_on(saved, own, state)
-            if load_lr_scheduler_states and how.load_lr_scheduler_states:
-                self._load_schedule(schedules, path)
-        return path, own_values(world, own.get("client_state", {}), own.get(OF_RANKS, {}))
-
-    def _fitting_state(self, names: OnAllRanks | None, states: Sequence[Any], path: str) -> Mapping[str, Any] | None:
-        """The saved state for the engine's optimizer; None if it has none."""
-        if self.optimizer is None or names is None:
-            return None
-        if len(states) != 1:
-            text = f"has {len(states)} optimizers, and the engine one. Load with load_optimizer_states=False"
-            raise CheckpointError(f"The checkpoint {path} {text}.")
-        return fitting_state(states[0], self.optimizer, self.engine, names, 0, self.world.rank == 0)
-
-    def _go_on(self, saved: Mapping[str, Any], own: Mapping[str, Any], state: Mapping[str, Any] | None) -> None:
-        """Go on from the step of a checkpoint with these entries, with the optimizer's ``state`` unless it is None."""
-        if state is not None and self._sharded is not None:
-            Progress.of(saved).restore(self.engine, self.loss_scale_controller)
-            restore_optimizers(self.engine, {0: (self._sharded.optimizer, state)})
-        self.global_steps = int(own.get("global_steps", saved.get("global_step", 0)))
-        self.micro_steps = int(own.get("micro_steps", self.global_steps * self._gas))
-        self.global_samples = int(own.get("global_samples", 0))
-
-    def _load_schedule(self, saved: Sequence[Any] | None, path: str) -> None:
-        if self.lr_scheduler is not None and saved:
-            self.lr_scheduler.load_state_dict(saved[0])
-        elif (self.lr_scheduler is not None or saved) and self.world.rank == 0:
-            has = "a schedule, and the engine has none" if saved else "no schedule, and the engine's begins anew"
+        if goes_on:
+            self.global_steps = int(own.get("global_steps", saved.get("global_step", 0)))
+            self.micro_steps = int(own.get("micro_steps", self.global_steps * self._gas))
+            self.global_samples = int(own.get("global_samples", 0))
+        if with_schedule and has_schedule != bool(schedules) and world.rank == 0:
+            has = "a schedule, and the engine has none" if schedules else "no schedule, and the engine's begins anew"
             warn(f"The checkpoint {path} has {has}. load_lr_scheduler_states=False expects so.")
+        return path, own_values(world, own.get("client_state", {}), own.get(OF_RANKS, {}))
 
     def save_16bit_model(
         self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin", **options: Any
@@ -625,3 +598,16 @@ def _same_tag(world: World, tag: str | int | None, call: str) -> str | None:
         text = f"rank 0 has tag={every[0]!r}, and rank {other} tag={every[other]!r}. Pass the same tag on all ranks"
         raise CheckpointError(f"{call}: {text}.")
     return own
+
+
+def _only_state(saved: Mapping[str, Any], path: str) -> Any:
+    """The saved state of the only optimizer.
+
+    Raises:
+        CheckpointError: there are several, or none.
+    """
+    states = saved.get("optimizer_states", [])
+    if len(states) != 1:
+        text = f"has {len(states)} optimizers, and the engine one. Load with load_optimizer_states=False"
+        raise CheckpointError(f"The checkpoint {path} {text}.")
+    return states[0]
