@@ -99,7 +99,7 @@ class Init:
         self._dtype, self._before = dtype, torch.float32
         self._sharder: AbstractContextManager[Any] = nullcontext()
         if enabled and zero.stage == 3:
-            with joining(made.communication.link_timeout):
+            with joining(communication_options(made)):
                 init_distributed()
             device = accelerator.default_device()
             group = ShardGroup.of_all(World.join(device, communication_options(made)))

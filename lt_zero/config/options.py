@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -22,7 +22,7 @@ from lt_zero.core.engine.options import EngineOptions, LeafModules, ParamsOffloa
 from lt_zero.core.engine.partition import hidden_size, widths_of
 from lt_zero.core.stores.thread_pool import IoOptions
 
-_Options = TypeVar("_Options", LeafModules, StatesOffload, ParamsOffload)
+_Options = TypeVar("_Options", CommunicationOptions, LeafModules, StatesOffload, ParamsOffload)
 
 
 def engine_options(config: Schema, dtypes: DtypePolicy) -> EngineOptions:
@@ -80,7 +80,8 @@ def _check_asked(config: Schema, dtypes: DtypePolicy) -> None:
 
 def communication_options(config: Schema) -> CommunicationOptions:
     """The options of the connections between ranks."""
-    return CommunicationOptions(config.communication.link_timeout, config.zero_optimization.enable_sanity_checks)
+    compares = config.zero_optimization.enable_sanity_checks
+    return _copied(CommunicationOptions, config.communication, compares_collectives=compares)
 
 
 def group_options(config: Schema) -> GroupOptions:
@@ -116,6 +117,7 @@ def with_sizes(
     return resolve_sizes(config, lambda: hidden_size(of_ranks(widths_of(root, specs))))
 
 
-def _copied(options: type[_Options], block: Block) -> _Options:
-    """Options whose fields have the names of keys of ``block``."""
-    return options(**{field.name: getattr(block, field.name) for field in fields(options)})
+def _copied(options: type[_Options], block: Block, **others: Any) -> _Options:
+    """Options whose fields, but for ``others``, have the names of keys of ``block``."""
+    named = (field.name for field in fields(options) if field.name not in others)
+    return options(**{name: getattr(block, name) for name in named}, **others)

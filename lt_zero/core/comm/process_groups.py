@@ -35,7 +35,7 @@ from lt_zero.core.health.launchers import Tasks, launched_tasks, local_rank, ref
 
 log = logging.getLogger("lt_zero")
 
-LINK_TIMEOUT_S = CommunicationOptions.link_timeout
+_DEFAULTS = CommunicationOptions()
 _LATER_S = (
     25.0  # by which other connections close after those by which hang detection probes peers, and finds which it is
 )
@@ -111,7 +111,7 @@ def new_group(
     device: torch.device,
     inside: bool = True,
     probed: bool = False,
-    link_timeout: float = LINK_TIMEOUT_S,
+    options: CommunicationOptions = _DEFAULTS,
     alone: bool = False,
     exchanges: bool = False,
     connects: bool = True,
@@ -119,7 +119,7 @@ def new_group(
     """A connected group: connecting at its first use could deadlock with other groups' collectives. Collective.
 
     ``inside``: whether this rank is one of ``ranks``. ``probed``: whether hang detection probes its connections.
-    ``link_timeout``: ``communication.link_timeout``. ``alone``: only ``ranks``, and not all of the default group, make
+    ``options``: of its connections. ``alone``: only ``ranks``, and not all of the default group, make
     it; then all of them have to have made equally many groups before. ``exchanges``: whether ranks will send each other
     something of their own: an all-to-all, or messages. ``connects``: False leaves connecting to the first collective,
     which a group of one rank may never have.
@@ -129,7 +129,7 @@ def new_group(
     """
     apart = backend == "gloo" or not connects
     # A rank outside opens nothing. It comes by here for each of the groups of all other ranks.
-    limited = closing_if_unanswered(probed, link_timeout) if inside else nullcontext()
+    limited = closing_if_unanswered(probed, options) if inside else nullcontext()
     try:
         with limited, _splitting_nothing_off() if apart else nullcontext():
             group: dist.ProcessGroup = dist.new_group(ranks, timeout, backend, use_local_synchronization=alone)
@@ -478,14 +478,14 @@ def close_connections(group: dist.ProcessGroup) -> None:
 
 
 @contextmanager
-def closing_if_unanswered(probed: bool, link_timeout: float = LINK_TIMEOUT_S) -> Iterator[None]:
+def closing_if_unanswered(probed: bool, options: CommunicationOptions = _DEFAULTS) -> Iterator[None]:
     """Context: connections that are opened inside close if the peer's kernel does not answer for ``link_timeout``.
 
     A machine that loses power or its network closes no connections, and the kernel would try for 15 minutes to reach
     it. Kernels answer for processes that are busy, so these are not given up. (Except for one that is stopped while its
     buffers are full.) No-op without /proc.
     """
-    seconds = link_timeout if probed else link_timeout + _LATER_S
+    seconds = options.link_timeout if probed else options.link_timeout + _LATER_S
     before = _sockets()
     yield
     for inode, number in _sockets().items() - before.items():
@@ -504,14 +504,14 @@ def closing_if_unanswered(probed: bool, link_timeout: float = LINK_TIMEOUT_S) ->
 
 
 @contextmanager
-def joining(link_timeout: float = LINK_TIMEOUT_S) -> Iterator[None]:
+def joining(options: CommunicationOptions = _DEFAULTS) -> Iterator[None]:
     """Context in which the default group is made: its connections have the limits of others, its errors name rank 0.
 
     Raises:
         RuntimeError: the store, which rank 0 serves, is gone or cannot be reached.
     """
     try:
-        with closing_if_unanswered(False, link_timeout):
+        with closing_if_unanswered(False, options):
             yield
     except OSError as error:
         explain_full_table(error)

@@ -25,7 +25,6 @@ from lt_zero.common.descriptors import raise_limit
 from lt_zero.common.output import say
 from lt_zero.core.comm.options import CommunicationOptions
 from lt_zero.core.comm.process_groups import (
-    LINK_TIMEOUT_S,
     Communicators,
     abort_if_stuck,
     await_all,
@@ -73,7 +72,7 @@ class World(Ranks):
         device: of tensors in collectives.
         check: compare each collective before its launch, including reductions (debug mode).
         timeout: of the groups that are made later; None: torch's default for the backend.
-        link_timeout: ``communication.link_timeout``.
+        options: of the connections between ranks.
         new_log: makes the log of the collectives; None: they are not recorded.
 
     Attributes:
@@ -93,7 +92,7 @@ class World(Ranks):
         device: torch.device,
         check: bool = False,
         timeout: timedelta | None = None,
-        link_timeout: float = LINK_TIMEOUT_S,
+        options: CommunicationOptions | None = None,
         new_log: NewLog | None = None,
     ) -> None:
         size = dist.get_world_size(process_group) if process_group is not None else 1
@@ -103,7 +102,7 @@ class World(Ranks):
         super().__init__(process_group, range(size), rank, device, watch, LaunchOrder(watch, range(size)), own_log)
         self.check = check
         self.timeout = timeout
-        self.link_timeout = link_timeout
+        self.options = options or CommunicationOptions()
         self.process_groups = [process_group] if process_group is not None else []  # all that were made
         self._closed = list(self.process_groups)  # whose connections hang detection closes
         self.communicators = Communicators()
@@ -165,21 +164,20 @@ class World(Ranks):
             return world
         options = options or CommunicationOptions()
         check = debugs() or options.compares_collectives
-        patience = options.link_timeout
         raise_limit()
         await_all(timeout)
         backend = backend_of(device)
         communicators = Communicators()
         with communicators.another(device) if backend not in _OF_HOST else nullcontext():
-            group = new_group(None, timeout, backend, device, probed=True, link_timeout=patience)
+            group = new_group(None, timeout, backend, device, probed=True, options=options)
         simulated = backend_of(device, group) == "fake"
-        world = cls(group, device, check and simulated, timeout, patience, new_log)
+        world = cls(group, device, check and simulated, timeout, options, new_log)
         world.communicators = communicators
         host = world.order.host
         assert host is not None
         # The ranks of a simulated group have no processes that could hang or end.
         if backend_of(_CPU, host) == "gloo":
-            world.detector = world.order.detector = HangDetector(world._closed, host, world.watch, patience, timeout)
+            world.detector = world.order.detector = HangDetector(world._closed, host, world.watch, options, timeout)
             world.agreement = world.detector.agreement
             places = world.host_gather((node_identity(node), socket.gethostname(), check), "nodes")
             world.nodes = group_by_node([identity for identity, _, _ in places])
@@ -293,7 +291,7 @@ class World(Ranks):
                 backend,
                 self.device,
                 inside,
-                link_timeout=self.link_timeout,
+                options=self.options,
                 alone=alone,
                 exchanges=exchanges,
                 connects=connects,

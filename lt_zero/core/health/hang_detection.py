@@ -72,6 +72,7 @@ from lt_zero.common.compat import group_in_making, process_groups
 from lt_zero.common.errors import fold_notes
 from lt_zero.common.users_code import user_line
 from lt_zero.core.comm import shared_memory
+from lt_zero.core.comm.options import CommunicationOptions
 from lt_zero.core.comm.process_groups import (
     abort_nccl,
     awaits_all,
@@ -146,7 +147,7 @@ class HangDetector:
         groups: process groups, the first over all ranks; more may be added.
         host: a gloo group over the same ranks.
         watch: the state of this rank's collectives.
-        link_timeout: ``communication.link_timeout``.
+        options: of the connections between ranks.
         timeout: of collectives; the start of a further run waits as long for a rank.
 
     Attributes:
@@ -158,13 +159,13 @@ class HangDetector:
         groups: list[dist.ProcessGroup],
         host: dist.ProcessGroup,
         watch: CollectiveMonitor,
-        link_timeout: float,
+        options: CommunicationOptions,
         timeout: timedelta | None = None,
     ) -> None:
         client: Any = groups[0].get_group_store()  # has the group's prefix
-        with closing_if_unanswered(True, link_timeout):
+        with closing_if_unanswered(True, options):
             client = client.clone()
-        client.set_timeout(max(_STORE_TIMEOUT, timedelta(seconds=link_timeout)))
+        client.set_timeout(max(_STORE_TIMEOUT, timedelta(seconds=options.link_timeout)))
         self._store = store = PrefixStore("roll_call", client)
         self._rank, self._world = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
         self._ranks = dist.get_process_group_ranks(groups[0])  # global ones

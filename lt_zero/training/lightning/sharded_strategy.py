@@ -21,6 +21,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face
 from lt_zero.config.blocks import ActivationCheckpointing
 from lt_zero.config.load import Loaded, examine
+from lt_zero.config.options import communication_options
 from lt_zero.core.comm.process_groups import begin_restarted, check_device, init_alone, joining
 from lt_zero.core.health.before_joining import met, watch_start
 from lt_zero.training.lightning.arguments import check_launch, with_sizes_of_mesh
@@ -118,7 +119,7 @@ class ShardedStrategy:
             init_alone(backend, self._timeout, device)
         place = place_of(self.cluster_environment, self.global_rank, tasks)
         # Lightning waits for the other ranks in here, too.
-        with joining(self.config.communication.link_timeout), met(place, self._timeout):
+        with joining(communication_options(self.config)), met(place, self._timeout):
             begin_restarted(backend, self._timeout, device)
             yield
 

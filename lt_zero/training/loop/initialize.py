@@ -21,6 +21,7 @@ from lt_zero.common.garbage import without_gc
 from lt_zero.common.places import load
 from lt_zero.config import ZeroConfig
 from lt_zero.config.load import examine
+from lt_zero.config.options import communication_options
 from lt_zero.core.comm.process_groups import init_distributed, joining, rank_and_size
 from lt_zero.core.division import PartOfRun
 from lt_zero.core.engine.engine import Engine
@@ -83,7 +84,7 @@ def initialize(
         made = model.adapted(made)
         kind = load(model.loop_engine, "model", "its engine") if model.loop_engine else kind
     if dist_init_required is not False:
-        with joining(made.communication.link_timeout):
+        with joining(communication_options(made)):
             init_distributed(distributed_port=distributed_port)
     _check_ranks(mpu, mesh_param, made)
     loaded.announce()

@@ -25,6 +25,7 @@ from simulated_nodes import SimulatedNodes
 import lt_zero
 import lt_zero.training.loop.initialize
 from lt_zero.core.comm import process_groups
+from lt_zero.core.comm.options import CommunicationOptions
 from lt_zero.core.comm.world import World
 from lt_zero.core.health import hang_detection
 from tests.conformance import faces
@@ -49,7 +50,7 @@ def test_connections_close_if_no_kernel_answers() -> None:
     with ExitStack() as stack:
         before = [stack.enter_context(one) for one in opened()]
         unlimited = limits(before)
-        with process_groups.closing_if_unanswered(probed=True, link_timeout=20.5):
+        with process_groups.closing_if_unanswered(True, CommunicationOptions(20.5)):
             probed = [stack.enter_context(one) for one in opened()]
             other, another = socket.socketpair()
         stack.enter_context(other)
