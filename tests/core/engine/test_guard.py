@@ -385,7 +385,8 @@ def _assigned(stage: int) -> None:
         want = torch.full_like(value, 0.25) if name == "blocks.0.up.weight" else before[name]
         assert torch.equal(value, want), name
     assert (weight == 0.25).all()
-    assert weight.data_ptr() == engine.owner[id(weight)][0].param_views[engine.owner[id(weight)][1]].data_ptr()
+    bucket, index = engine.owner[id(weight)]
+    assert weight.data_ptr() == bucket.compute.views[index].data_ptr()
     if dist.get_rank() == 1:
         engine.root.scale.data = engine.root.scale.data.double()
     with pytest.raises(RuntimeError, match=r"'scale' \(it was \(10,\), torch.float32, cpu\) was cast, moved or"):

@@ -58,6 +58,7 @@ EXCEPTIONS = {
     ("checkpoint/native/records.py", "zipfile.ZipFile"): OPENED,
     ("checkpoint/native/torchfile.py", "zipfile.ZipFile"): NEW,
     ("checkpoint/open.py", "zipfile.ZipFile"): OPENED,
+    ("core/comm/objects.py", "pickle.load"): MEMORY,
     ("core/comm/shared_memory.py", "mmap.mmap"): MEMORY,
     ("core/comm/shared_memory.py", "open"): SYSTEM,
     ("core/comm/shared_memory.py", "os.open"): MEMORY,
