@@ -15,9 +15,12 @@ from torch import nn
 
 from lt_zero.common.arguments import expect, expect_number
 from lt_zero.config import ZeroConfig
-from lt_zero.config.load import examine, plain
+from lt_zero.config.load import Loaded, examine, plain
+from lt_zero.config.options import communication_options
 from lt_zero.core.comm import process_groups
+from lt_zero.core.comm.options import CommunicationOptions
 from lt_zero.core.comm.process_groups import rank_and_size
+from lt_zero.core.health.before_joining import watch_start
 from lt_zero.deepspeed.huggingface import mark_optimizer, parallelism_of_accelerate, unwrapped
 from lt_zero.deepspeed.sequence import SequenceState
 from lt_zero.deepspeed.sharding import leaf_modules, mark_parameters
@@ -42,7 +45,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """
     given = inspect.signature(_initialize).bind_partial(*args, **kwargs).arguments
     if given.get("dist_init_required") is not False:
-        init_distributed(distributed_port=given.get("distributed_port"))
+        watch_start()
+        with process_groups.joining(_connections(given)):
+            init_distributed(distributed_port=given.get("distributed_port"))
     if overrides := _overrides(given):
         loaded = examine(config_of(given), overrides=overrides)
         given["config"] = loaded.usable()
@@ -67,6 +72,13 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         mark_parameters(made[0].module)
     _engines.append(weakref.ref(made[0]))
     return made
+
+
+def _connections(given: Mapping[str, Any]) -> CommunicationOptions:
+    """The options of the connections between ranks; the defaults for a configuration that is refused later."""
+    config = config_of(given)
+    made = _examined(config)[0].config if config is not None else None
+    return communication_options(made) if made is not None else CommunicationOptions()
 
 
 def _give_way(model: Any) -> None:
@@ -127,14 +139,10 @@ def _overrides(given: Mapping[str, Any]) -> list[str]:
     Raises:
         ValueError: a size of ranks contradicts the configured one.
     """
-    model, config, found = given.get("model"), config_of(given), []
+    model, config = given.get("model"), config_of(given)
     if not isinstance(model, nn.Module) or config is None:
         return []
-    loaded = examine(config)
-    given_along = "shard_along" in (loaded.values.get("zero_optimization") or ())
-    if any(problem.key == _ALONG for problem in loaded.problems) and not given_along:
-        found.append(f"{_ALONG}=parameter")  # DeepSpeed has no such key, and needs none
-        loaded = examine(config, overrides=found)
+    loaded, found = _examined(config)
     made = None if isinstance(config, ZeroConfig) else loaded.config
     if made is not None and "gradient_clipping" not in plain(made):
         found.append("gradient_clipping=1.0")
@@ -162,6 +170,16 @@ def _overrides(given: Mapping[str, Any]) -> list[str]:
     if (total := _of_data_ranks(made, configured, given.get("mpu"))) is not None:
         found.append(f"train_batch_size={total}")
     return found
+
+
+def _examined(config: Any) -> tuple[Loaded, list[str]]:
+    """A configuration, and the override with which it was read, if optimizers of whole matrices (Muon) need one."""
+    loaded = examine(config)
+    given_along = "shard_along" in (loaded.values.get("zero_optimization") or ())
+    if given_along or not any(problem.key == _ALONG for problem in loaded.problems):
+        return loaded, []
+    found = [f"{_ALONG}=parameter"]  # DeepSpeed has no such key, and needs none
+    return examine(config, overrides=found), found
 
 
 def _asked_ranks(given: Mapping[str, Any]) -> dict[str, tuple[int, str]]:

@@ -483,7 +483,7 @@ def closing_if_unanswered(probed: bool, options: CommunicationOptions = _DEFAULT
 
     A machine that loses power or its network closes no connections, and the kernel would try for 15 minutes to reach
     it. Kernels answer for processes that are busy, so these are not given up. (Except for one that is stopped while its
-    buffers are full.) No-op without /proc.
+    buffers are full.) No-op without /proc. Inside of another such context, the outer one decides.
     """
     seconds = options.link_timeout if probed else options.link_timeout + _LATER_S
     before = _sockets()

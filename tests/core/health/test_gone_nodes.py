@@ -28,6 +28,7 @@ from lt_zero.core.comm import process_groups
 from lt_zero.core.comm.options import CommunicationOptions
 from lt_zero.core.comm.world import World
 from lt_zero.core.health import hang_detection
+from lt_zero.deepspeed import engines
 from tests.conformance import faces
 from tests.support.matrix import only
 from tests.support.models import Net, next_token_loss
@@ -77,7 +78,7 @@ def test_every_face_gives_links_the_time_of_the_key(pool: Pool) -> None:
     assert pool.run(2, limits_by_face) == [wanted] * 2
 
 
-@pytest.mark.parametrize("face", faces.FACES)
+@pytest.mark.parametrize("face", [*faces.FACES, "deepspeed"])
 def test_the_default_group_has_the_limit_too(face: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning itself waits on it after each batch: a cut link would be noticed after 15 minutes."""
     keys, opened = {"communication": {"link_timeout": 33}}, list[socket.socket]()
@@ -90,11 +91,14 @@ def test_the_default_group_has_the_limit_too(face: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(FabricDDPStrategy, "_setup_distributed", connect)
     monkeypatch.setattr(lt_zero.training.loop.initialize, "init_distributed", connect)
     monkeypatch.setattr(lt_zero.training.loop.initialize, "TrainingEngine", mock.Mock(side_effect=StopIteration))
+    monkeypatch.setattr(engines, "init_distributed", connect)
+    monkeypatch.setattr(engines, "_overrides", mock.Mock(side_effect=StopIteration))
     device = [torch.device("cpu")]
     connecting = {
         "trainer": lambda: lt_zero.ZeroStrategy(config=keys, parallel_devices=device).setup_distributed(),
         "fabric": lambda: lt_zero.FabricZeroStrategy(config=keys, parallel_devices=device)._setup_distributed(),
         "loop": lambda: lt_zero.initialize(model=Net(), config=keys),
+        "deepspeed": lambda: engines.initialize(model=Net(), config=keys),
     }
     with suppress(StopIteration):
         connecting[face]()
