@@ -464,7 +464,12 @@ class _Sums:
         files = max((read_nbytes(row, setup) for row in self.stored), default=0)
         if not self.config.sharded_checkpoints:  # full_params.gather_own
             widest = [
-                max(r.precision.itemsize, r.moments.value_nbytes if r.trains and setup.states else 0) for r in rows
+                max(
+                    r.precision.itemsize,
+                    r.moments.value_nbytes if r.trains and setup.states else 0,
+                    _averages_in(r).itemsize if r.trains and setup.averages else 0,
+                )
+                for r in rows
             ]
             sizes = [r.numel * itemsize for r, itemsize in zip(rows, widest, strict=True) if r.shard_numel != r.numel]
             joined = max((math.prod(spec.global_shape) for spec in self.plan.parts), default=0)  # full_params.joined

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ from lt_zero.exchange.error_feedback import FeedbackPlan
 from lt_zero.offload.nvme_store import NvmeStore
 from lt_zero.optim import build_optimizer
 from lt_zero.planning.check import RESTING, measured
-from lt_zero.planning.estimate import states_of
+from lt_zero.planning.estimate import _planned, states_of
 from lt_zero.planning.forecast import (
     COPY,
     FILE,
@@ -47,6 +48,7 @@ from lt_zero.planning.forecast import (
     REPLACED,
     RESIDUALS,
     WEIGHTS,
+    forecast,
 )
 from tests.support.features import needs, there
 from tests.support.matrix import cover, only_rows
@@ -462,6 +464,16 @@ def _checkpoint() -> None:
 
 def test_what_rank_0_collects(pool: Pool) -> None:
     pool.run(2, _checkpoint)
+
+
+def test_a_full_save_gathers_averages_as_they_are_kept() -> None:
+    low = {"enabled": True, "bf16_master_weights_and_grads": True}
+    given = {"zero_optimization": {"stage": 3}, "bf16": low, "checkpoint": {"format": "full"}}
+    run = _planned(nn.Linear(1000, 1000), given, 4, None, "sgd", "bf16-true", "cuda", 1, True)
+    gathered = [
+        forecast(*run[:3], replace(run[3], averages=averages)).phases["checkpoint"][DEVICE, COPY] for averages in (0, 1)
+    ]
+    assert gathered[1] == 2 * gathered[0] > 0
 
 
 def test_sharded_checkpoints_are_not_collected() -> None:
