@@ -368,6 +368,8 @@ class World(Ranks):
         except BaseException as error:
             self.post_error(error)
             raise
+        else:
+            ends.pass_by()
         finally:
             del ends.scopes[depth - 1 :]
 

@@ -172,6 +172,12 @@ class EndedRanks:
                 return
             time.sleep(0.02)
 
+    def pass_by(self) -> None:
+        """Tell that an operation ends on this rank without an error: where it has failed, ``go_on`` waits for that."""
+        if not self._store_has_ended():
+            with contextlib.suppress(RuntimeError):  # the process that serves the store has ended
+                self._store.set(f"over/{self.scopes[-1]}/{self._rank}", "")
+
     def _take_back(self) -> None:
         if self.posted:
             self._store.delete_key(str(self._rank))

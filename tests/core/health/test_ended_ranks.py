@@ -246,7 +246,7 @@ def test_an_error_that_all_caught_does_not_explain_a_later_end(pool: Pool) -> No
 def test_an_error_stays_until_the_others_have_ended_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that waits for the failed one, and finds the error late, would name a deadlock instead."""
     monkeypatch.setattr(EndedRanks, "has_ended", lambda self, rank: False)
-    store, host = dist.HashStore(), mock.Mock()
+    store, host = dist.HashStore(), mock.Mock()  # type: ignore[attr-defined]
     first, failed = (EndedRanks(store, [0, 1], rank, host, CollectiveMonitor()) for rank in range(2))
     for ends in (first, failed):
         ends.begin("run")
@@ -262,6 +262,25 @@ def test_an_error_stays_until_the_others_have_ended_the_run(monkeypatch: pytest.
         first.tell(False, "rank 1 ended")
         assert going_on.result(timeout=60.0)
     assert first.error() is None
+
+
+def test_no_rank_waits_for_those_that_came_through_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank may fail alone, after the last collective: once it has caught the error, all waited for it in vain."""
+    monkeypatch.setattr(EndedRanks, "has_ended", lambda self, rank: False)
+    waits = AssertionError("waits for rank 0")
+    monkeypatch.setattr(ended_ranks, "time", mock.Mock(monotonic=lambda: 0.0, sleep=mock.Mock(side_effect=waits)))
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    passed, failed = (EndedRanks(store, [0, 1], rank, mock.Mock(), CollectiveMonitor()) for rank in range(2))
+    world = mock.Mock()
+    world.detector.ends = passed
+    with World.together(world, "save"):
+        pass
+    world.detector.ends = failed
+    world.post_error = lambda error: failed.tell(True, str(error))
+    with pytest.raises(ValueError, match="no space"), World.together(world, "save"):
+        raise ValueError("no space left")
+    assert failed.go_on(60.0)
+    assert not passed.scopes
 
 
 class _Member:
