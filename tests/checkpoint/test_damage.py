@@ -394,6 +394,18 @@ def test_numbers_that_would_make_weights_nan_are_refused(tmp_path: Path) -> None
     trainer(2).fit(GPT(1, "adamw"), ckpt_path=tmp_path / "edited.ckpt")
 
 
+def test_a_file_of_another_strategy_without_schedules_is_refused(tmp_path: Path) -> None:
+    options: Any = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    first = pl.Trainer(**options, max_steps=1, enable_checkpointing=False)
+    first.fit(GPT(1, "adamw"))
+    saved = first._checkpoint_connector.dump_checkpoint()
+    del saved["lr_schedulers"]
+    torch.save(saved, tmp_path / "one.ckpt")
+    again = pl.Trainer(**options, max_steps=2, enable_checkpointing=False, strategy=ZeroStrategy(stage=2))
+    with pytest.raises(KeyError, match="scheduler state"):
+        again.fit(GPT(1, "adamw"), ckpt_path=tmp_path / "one.ckpt")
+
+
 def _errors_of_others(folder: str) -> list[str]:
     return [error_of(resume, path, 3) for path in sorted(Path(folder).iterdir())]
 

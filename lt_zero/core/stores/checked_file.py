@@ -373,7 +373,7 @@ class BlockReader:
         self._fds: dict[str, int] = {}
         self._last: dict[str, tuple[int, Tensor]] = {}
         self._lock = threading.Lock()
-        self._threads = BlockThreads()
+        self._threads: BlockThreads | None = None  # of the process that reads, which may be a forked child
         self._own = _ThreadBuffer()
 
     def read(self, file: str, start: int, out: Tensor) -> None:
@@ -396,13 +396,16 @@ class BlockReader:
                 copy(number, self._load(file, number, self._own.buffer))
 
         if len(numbers) >= 3 and self._fs is None:
+            self._threads = self._threads or BlockThreads()
             reads = [self._threads.submit(partial(read, index)) for index in range(len(numbers))]
             futures.wait(reads, return_when=futures.FIRST_EXCEPTION)
             for after_error in reads:
                 after_error.cancel()
             futures.wait(reads)  # those that have begun write to ``out``
             for done in reads:
-                done.result()  # the first error comes before what was cancelled
+                # Those after the error, and one before it that a thread had taken, but not begun.
+                if not done.cancelled():
+                    done.result()
             return
         for number in numbers:
             known, buffer = self._last.pop(file) if file in self._last else (-1, aligned_buffer(STEP))
@@ -441,10 +444,12 @@ class BlockReader:
             tick(min(STEP, record.nbytes - number * STEP))
 
     def close(self) -> None:
-        self._threads.close()
+        if self._threads is not None:
+            self._threads.close()
         for fd in self._fds.values():
             os.close(fd)
         self._fds = {}
+        self._threads = None
         self._last = {}
 
     def __del__(self) -> None:

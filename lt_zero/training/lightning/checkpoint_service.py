@@ -397,7 +397,8 @@ class CheckpointService:
             path=checkpoint.get(LT_ZERO, {}).get("path") or "The checkpoint",
         )
         restore(contents, engine.world, run.loss_scale)
-        checkpoint["lr_schedulers"] = []  # else Lightning would restore them again
+        if "lr_schedulers" in checkpoint:  # without the key Lightning refuses the checkpoint
+            checkpoint["lr_schedulers"] = []  # else Lightning would restore them again
 
     def _load_position(self, run: RunSnapshot, states: Any) -> None:
         """Load random states and the position in the data. Collective."""

@@ -6,12 +6,15 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
 
+from lt_zero.common.errors import CheckpointError
 from lt_zero.core.stores import checked_file
 from lt_zero.core.stores.checked_file import BlockReader, FileSink, Sink, StreamSink, WriterPool
 from tests.support.offload_tools import noise
@@ -114,3 +117,57 @@ def test_a_small_file_is_written_where_direct_requests_are_refused(
     assert sink.close().nbytes == 4
     blocks.close()
     assert (tmp_path / "file").read_bytes() == b"some"
+
+
+def _file_of_blocks(folder: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[BlockReader, torch.Tensor]:
+    """A reader of a file of small blocks, and what is in the file."""
+    monkeypatch.setattr(checked_file, "STEP", 16384)
+    blocks, values = WriterPool(1), noise(count * 16384)
+    sink = FileSink(folder / "file", blocks)
+    sink.write(values)
+    reader = BlockReader(str(folder))
+    reader.files = {"file": sink.close()}
+    blocks.close()
+    return reader, values
+
+
+def test_an_error_is_told_though_a_block_before_it_has_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    move = checked_file._move
+    taken: list[object] = []
+
+    def late(job: tuple[Future[None], Callable[[], object]]) -> None:
+        taken.append(job)
+        while job is taken[0] and not job[0].cancelled():
+            time.sleep(0.001)
+        move(job)
+
+    written, values = _file_of_blocks(tmp_path, 4, monkeypatch)
+    monkeypatch.setattr(checked_file, "_move", late)
+    reader = BlockReader(str(tmp_path))
+    reader.files = written.files
+    with (tmp_path / "file").open("r+b") as file:
+        file.seek(16384 + 5)
+        file.write(bytes([int(values[16384 + 5]) ^ 1]))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        reader.read("file", 0, torch.empty_like(values))
+    reader.close()
+
+
+def test_a_file_that_was_opened_before_a_fork_is_read_in_the_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, values = _file_of_blocks(tmp_path, 4, monkeypatch)
+    wanted = bytes(values.tolist())  # a child does not have the memory of ``values``
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            out = torch.empty(len(wanted), dtype=torch.uint8)
+            reader.read("file", 0, out)
+            code = 0 if bytes(out.tolist()) == wanted else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    reader.close()
