@@ -223,6 +223,7 @@ def test_a_missing_name_and_command_say_what_is_missing(
     with pytest.raises(ModuleNotFoundError, match=r"lt_zero\.EMA is not installed: .* lt_zero\.features\.ema"):
         from lt_zero import EMA  # noqa: F401
     without("lt_zero.features.one_bit.onebit")
+    monkeypatch.delitem(vars(lt_zero.optim), "OneBitAdam", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"lt_zero\.optim\.OneBitAdam is not installed: .* lt_zero\.features"):
         from lt_zero.optim import OneBitAdam  # noqa: F401
     without("lt_zero.features.sparse_attention")

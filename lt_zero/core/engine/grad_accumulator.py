@@ -249,8 +249,8 @@ class GradAccumulator:
     @without_grad
     def shown(self, piece: Piece) -> Tensor:
         """The gradient (1D) of one of this rank's pieces, which user code may change, or only read."""
+        self._background.wait()
         if self._lent is None and self._factor is not None:
-            self._background.wait()
             lent = self.values.read().clone(), self._factor
             self.apply_deferred_scale()
             self._lent = lent

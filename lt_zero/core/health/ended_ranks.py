@@ -173,7 +173,7 @@ class EndedRanks:
             time.sleep(0.02)
 
     def pass_by(self) -> None:
-        """Tell that an operation ends on this rank without an error: where it has failed, ``go_on`` waits for that."""
+        """Tell that an operation or run ends on this rank: where it has failed, ``go_on`` waits for that."""
         if not self._store_has_ended():
             with contextlib.suppress(RuntimeError):  # the process that serves the store has ended
                 self._store.set(f"over/{self.scopes[-1]}/{self._rank}", "")
@@ -188,7 +188,9 @@ class EndedRanks:
 
     def end_run(self) -> None:
         """End the run; without an error unless one was told."""
-        if self.scopes and not self.posted:
+        if self.scopes and self.posted:
+            self.pass_by()  # what was told is of an operation in this run
+        elif self.scopes:
             self.tell(False, "")
         self.scopes.clear()
 

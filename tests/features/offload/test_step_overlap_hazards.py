@@ -462,3 +462,23 @@ def _forked() -> None:
 
 def test_a_forked_process_does_not_wait_for_ever(pool: Pool) -> None:
     pool.run(1, _forked)
+
+
+def _zeroed(stage: int, path: str | None) -> None:
+    runs = []
+    for overlap in (False, True):
+        with slowed(apart=False):
+            run = Run(stage, offload(path, overlap, False))
+            for step in range(3):
+                run.optimizer.zero_grad(set_to_none=False)
+                next_token_loss(run.net, step, 0, dist.get_rank()).backward()
+                run.optimizer.step()
+            runs.append(full_values(run.engine))
+            run.engine.offload_manager.close()
+    same(runs[1], runs[0], "zeroed")
+
+
+@pytest.mark.parametrize(("stage", "files"), only_rows([(0, True)], itertools.product([0, 1, 3], [True, False])))
+def test_gradients_are_zeroed_when_they_are_stepped(pool: Pool, tmp_path: Path, stage: int, files: bool) -> None:
+    """``zero_grad(set_to_none=False)`` comes while the thread reads the gradients of the step before."""
+    pool.run(2, _zeroed, stage, str(tmp_path) if files else None)
