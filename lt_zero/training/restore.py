@@ -138,8 +138,10 @@ def restore(contents: Contents, world: World | None, controller: LossScaleContro
     world = world or World(None, torch.device("cpu"))
     controller.read_skip_flag()  # of a step before
     fitting = _fitting_states(contents, world)
-    for schedule, saved in contents.schedules:
-        check_schedule(saved, schedule, contents.path, contents.new_schedule)
+    if contents.schedules:
+        with world.agree("checking schedules", CheckpointError):  # in Fabric each rank may have saved its own
+            for schedule, saved in contents.schedules:
+                check_schedule(saved, schedule, contents.path, contents.new_schedule)
     for part in contents.parts:
         _restore_weights(part, world)
         _restore_progress(part)

@@ -141,6 +141,7 @@ class ShardedParamGroups:
         self._indices: dict[Bucket, set[int]] = {}
         self._owned: Set[tuple[Bucket, int]] = frozenset()
         self._plan: StepPlan | None = None  # the last one; None: the groups have changed since
+        self._narrowed: StepPlan | None = None  # that of the running step
 
     def of(self, parameter: Parameter) -> list[Parameter]:
         """This rank's fragment of ``parameter`` (none or one), or ``parameter`` if the engine does not own it.
@@ -225,6 +226,7 @@ class ShardedParamGroups:
         assert self._wide is None, "a step of this optimizer failed half way; its groups hold fragments"
         groups, state = self.optimizer.param_groups, self.optimizer.state
         self._wide = [group["params"] for group in groups]
+        self._narrowed = plan
         for group, fragments in zip(groups, plan.fragments, strict=True):
             group["params"] = list(fragments)
         for p, fragment in plan.swapped if state else ():
@@ -233,8 +235,8 @@ class ShardedParamGroups:
 
     def drop(self, buckets: Set[Bucket]) -> None:
         """Remove the fragments of stepped buckets from the groups, until ``widen``."""
-        if buckets and self._plan is not None:
-            bucket_of = self._plan.bucket_of
+        if buckets and self._narrowed is not None:
+            bucket_of = self._narrowed.bucket_of
             for group in self.optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if bucket_of.get(id(p)) not in buckets]
 
@@ -264,12 +266,12 @@ class ShardedParamGroups:
         state = self.optimizer.state
         for group, wide in zip(self.optimizer.param_groups, self._wide, strict=True):
             group["params"] = wide
-        for p, fragment in self._plan.swapped if self._plan is not None else ():
+        for p, fragment in self._narrowed.swapped if self._narrowed is not None else ():
             # torch computes the hash of a tensor in Python.
             if state and fragment in state:
                 state[p] = state.pop(fragment)
             fragment.grad = None
-        self._wide = None
+        self._wide = self._narrowed = None
 
     def adopt_state(self) -> None:
         """Shard and cast state that the constructor made in the parameters' full shape (Adagrad)."""
