@@ -115,7 +115,9 @@ class Document:
 
     def move(self, old: Path, new: Path, value: Any, quiet: bool = False) -> None:
         """Move ``value`` from ``old`` to ``new``; a different value there is a problem."""
-        there, mark, names = self.get(new), self.mark(old), (dotted(old), dotted(new))
+        there = self.get(new)
+        mark = self.mark(old)
+        names = dotted(old), dotted(new)
         self.pop(old)
         if there is not MISSING and there is not None and there != value:
             text = f"{names[0]} says {value!r}, {names[1]} says {there!r}, and the first is another spelling of the "

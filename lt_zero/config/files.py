@@ -128,7 +128,9 @@ class _Text:
     """Text of a file, and the document that is read from it."""
 
     def __init__(self, text: str, name: str) -> None:
-        self.text, self.name, self.document = text, name, Document({}, name=name)
+        self.text = text
+        self.name = name
+        self.document = Document({}, name=name)
         self.has_secret = names_secret(text)
         self._starts = [0, *(found.end() for found in re.finditer(r"\r\n|\n|\r", text))]
 

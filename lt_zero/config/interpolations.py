@@ -134,7 +134,9 @@ class _Texts:
         """Put the values of all texts into the document; a text without a value becomes a problem."""
         from omegaconf.errors import OmegaConfBaseException
 
-        left, waiting, before = _ordered(self._texts), list[Path](), len(self._document.problems)
+        left = _ordered(self._texts)
+        waiting = list[Path]()
+        before = len(self._document.problems)
         for _ in range(_ROUNDS):
             waiting = []
             for path in left:

@@ -39,7 +39,9 @@ def in_flight(schedule: Schedule, ranks: int, count: int, chunks: int, rank: int
         schedule, ranks, count, chunks: as for ``bubble``.
         rank: of the pipeline.
     """
-    every, after, runs = chunks * count, ranks - 1 - rank, running(schedule, ranks, count)
+    every = chunks * count
+    after = ranks - 1 - rank
+    runs = running(schedule, ranks, count)
     if runs == "1F1B":
         return min(every, after + 1)
     if runs == "Interleaved1F1B":

@@ -53,7 +53,7 @@ from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
 
 
 @dataclass(frozen=True)
-class Part:
+class ModuleContents:
     """Content of a checkpoint for one module and the optimizers that step it.
 
     Attributes:
@@ -86,7 +86,9 @@ class Part:
     features: Mapping[str, Any] | None = None
     optimizers: Mapping[int, tuple[Optimizer, Any]] = field(default_factory=dict)
 
-    def going_on(self, checkpoint: Mapping[str, Any], optimizers: Mapping[int, tuple[Optimizer, Any]]) -> Part:
+    def going_on(
+        self, checkpoint: Mapping[str, Any], optimizers: Mapping[int, tuple[Optimizer, Any]]
+    ) -> ModuleContents:
         """The part with all that training needs to go on from the checkpoint dictionary of a whole model."""
         trained = checkpoint.get(TRAINED_WEIGHTS)
         return replace(
@@ -114,7 +116,7 @@ class Contents:
         new_optimizer, new_schedule: how to go on without a saved state, for messages.
     """
 
-    parts: Sequence[Part] = ()
+    parts: Sequence[ModuleContents] = ()
     loss_scale: Mapping[str, Any] | None = None
     scaled: Sequence[Engine] = ()
     schedules: Sequence[tuple[Any, Any]] = ()
@@ -156,7 +158,7 @@ def restore(contents: Contents, world: World | None, controller: LossScaleContro
         take(saved)
 
 
-def _restore_weights(part: Part, world: World) -> None:
+def _restore_weights(part: ModuleContents, world: World) -> None:
     """Load the weights of a module, and the buffers of this rank."""
     engine = part.engine
     if part.weights is not None:
@@ -187,7 +189,7 @@ def _left_out_here(engine: Engine | None, left_out: Sequence[str]) -> Sequence[s
 
 
 def load_weights(
-    part: Part, left_out: Sequence[str] = (), reach: Callable[[int], object] = lambda number: None
+    part: ModuleContents, left_out: Sequence[str] = (), reach: Callable[[int], object] = lambda number: None
 ) -> None:
     """Load a module's weights. Not collective.
 
@@ -211,7 +213,7 @@ def load_weights(
     read_now(part.module)
 
 
-def _restore_progress(part: Part) -> None:
+def _restore_progress(part: ModuleContents) -> None:
     """Restore what training has left beside the loaded weights of an engine."""
     engine = part.engine
     if engine is None or part.stepped is None:

@@ -38,7 +38,7 @@ from lt_zero.core.engine.whole_model import full_state_dict
 from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.training.loop.access import full_state
-from lt_zero.training.restore import Contents, Part, restore
+from lt_zero.training.restore import Contents, ModuleContents, restore
 from tests.support.checkpoint_tools import error_of
 from tests.support.pool import Pool
 
@@ -154,7 +154,7 @@ def _load_rows(path: str, want: dict[str, Tensor]) -> None:
 def _restore(engine: Engine, sharded: ShardedOptimizer, path: str) -> None:
     saved = as_lightning(Archive(path))
     optimizers = {0: (sharded.optimizer, saved["optimizer_states"][0])}
-    part = Part(engine.root, engine, saved["state_dict"], optimizers=optimizers)
+    part = ModuleContents(engine.root, engine, saved["state_dict"], optimizers=optimizers)
     restore(Contents((part,)), engine.world, LossScaleController(engine.policy))
     decays = [group["weight_decay"] for group in sharded.optimizer.param_groups]
     assert decays == [0.2, 0.1]

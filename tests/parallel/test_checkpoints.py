@@ -21,7 +21,7 @@ from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_name
 from lt_zero.checkpoint.native.save import bundle, make_directory, write
 from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.kernels.moments import CodedMoments
-from lt_zero.training.restore import Contents, Part, restore
+from lt_zero.training.restore import Contents, ModuleContents, restore
 from tests.support.features import needs
 from tests.support.matrix import only_rows
 from tests.support.parallel_nets import Net, Ranks, Run, all_states, all_weights, reference_step, start
@@ -43,7 +43,7 @@ def save(run: Run, path: str) -> None:
 def load(run: Run, path: str) -> None:
     archive = Archive(path)
     found = as_lightning(archive)
-    part = Part(run.model, run.engine, found["state_dict"])
+    part = ModuleContents(run.model, run.engine, found["state_dict"])
     part = part.going_on({**found, "global_step": STEPS}, {0: (run.optimizer, found["optimizer_states"][0])})
     restore(Contents((part,)), run.engine.world, LossScaleController(run.engine.policy))
     archive.close()

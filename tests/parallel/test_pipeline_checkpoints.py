@@ -21,7 +21,7 @@ from lt_zero.core.engine.whole_model import full_state_dict
 from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.parallel import LayerSpec
 from lt_zero.training.checkpoints import frozen_names
-from lt_zero.training.restore import Contents, Part, restore
+from lt_zero.training.restore import Contents, ModuleContents, restore
 from tests.support.lightning_tools import quick
 from tests.support.matrix import only, only_rows
 from tests.support.parity import OPTIMIZERS, STAGES
@@ -146,7 +146,7 @@ def _whole(ranks: Mesh, stage: int, folder: str) -> None:
     state, packed = (world.host_broadcast(each, "of one file") for each in (state, packed))
     again = ranks.start(stage, "adamw")
     assert again.model.load_state_dict(state) == ([], [])
-    part = Part(again.model, again.engine, optimizers={0: (again.optimizer, packed)})
+    part = ModuleContents(again.model, again.engine, optimizers={0: (again.optimizer, packed)})
     restore(Contents((part,)), world, LossScaleController(again.engine.policy))
     same(everything(again), had)
     own = next(name for name, _ in again.model.pipe.named_parameters())

@@ -25,7 +25,7 @@ from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.features import features_of
 from lt_zero.parallel import Experts
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
-from lt_zero.training.restore import Contents, Part, restore
+from lt_zero.training.restore import Contents, ModuleContents, restore
 from tests.support.parallel_nets import CPU, all_states, all_weights
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of
 
@@ -136,7 +136,7 @@ class MixtureRun(NamedTuple):
     def load(self, path: str) -> None:
         archive = Archive(path)
         found = as_lightning(archive)
-        part = Part(self.model, self.engine, found["state_dict"])
+        part = ModuleContents(self.model, self.engine, found["state_dict"])
         part = part.going_on({**found, "global_step": 1}, {0: (self.optimizer, found["optimizer_states"][0])})
         restore(Contents((part,)), self.engine.world, LossScaleController(self.engine.policy))
         archive.close()

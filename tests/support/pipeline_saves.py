@@ -15,7 +15,7 @@ from lt_zero.checkpoint.native.save import bundle, make_directory, write
 from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.parallel import LayerSpec, TiedLayerSpec
 from lt_zero.training.checkpoints import beside, weights_to_save
-from lt_zero.training.restore import Contents, Part, restore
+from lt_zero.training.restore import Contents, ModuleContents, restore
 from tests.support.parallel_nets import all_states, all_weights
 from tests.support.pipelines import VOCABULARY, WIDTH, Block, Ranks, Run, head, start
 
@@ -77,7 +77,7 @@ def save(run: Run, path: str, left_out: Sequence[str] = ()) -> None:
 def load(run: Run, path: str) -> None:
     archive = Archive(path)
     found = as_lightning(archive)
-    part = Part(run.model, run.engine, found["state_dict"], left_out=found["lt_zero"]["frozen_left_out"])
+    part = ModuleContents(run.model, run.engine, found["state_dict"], left_out=found["lt_zero"]["frozen_left_out"])
     part = part.going_on({**found, "global_step": 1}, {0: (run.optimizer, found["optimizer_states"][0])})
     restore(Contents((part,)), run.engine.world, LossScaleController(run.engine.policy))
     archive.close()

@@ -10,8 +10,8 @@
 Their bytes are kept in stores (core/stores/store.py): on the device, in host memory or in files. The two places of a
 bucket say which: one for master weights, accumulator and states, one for what gathers read.
 
-A bucket has two states: ``State`` (compute_copy.py) says where its weights are, and ``Sums`` (grad_accumulator.py) what
-there is of its gradients. Each changes only as the table beside it says.
+A bucket has two states: ``State`` (compute_copy.py) says where its weights are, and ``GradState`` (grad_accumulator.py)
+what there is of its gradients. Each changes only as the table beside it says.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.work import Work
 from lt_zero.core.engine.bucket_weights import MasterWeights
 from lt_zero.core.engine.compute_copy import RELEASED, RESIDENT, ComputeCopy, State
-from lt_zero.core.engine.grad_accumulator import GradAccumulator, Sums
+from lt_zero.core.engine.grad_accumulator import GradAccumulator, GradState
 from lt_zero.core.engine.guard import Owner, watch_data
 from lt_zero.core.engine.inplace_edits import InplaceEdits
 from lt_zero.core.engine.layout import Piece, gaps_between
@@ -278,7 +278,7 @@ class Bucket:
         ``exact``: without rounding.
         """
         assert self.released, (self.name, self.state)
-        if self.grads.sums is Sums.STEPPED:
+        if self.grads.sums is GradState.STEPPED:
             raise RuntimeError(
                 f"The weights of {self.name!r} are needed again after its gradients were complete, when they were "
                 "updated already. Set zero_optimization.offload_optimizer.overlap_step=false."

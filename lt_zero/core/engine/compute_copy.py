@@ -52,7 +52,7 @@ _NEXT = {
     State.UPDATING: (State.UPDATING, State.READABLE),
 }
 RELEASED = State.RELEASED, State.LENT  # the next use has to launch a gather
-RESIDENT = State.READABLE, State.GUARDED, State.UPDATING  # the values are in memory, whoever may read them
+RESIDENT = State.READABLE, State.GUARDED, State.UPDATING  # the values are in memory
 
 
 class ComputeCopy:

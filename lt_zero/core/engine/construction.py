@@ -126,7 +126,9 @@ class ConstructionSharder:
         """Shard the open parameters if they have at least ``least`` bytes."""
         if self._nbytes < least:
             return
-        opened, self._open, self._nbytes = self._open, {}, 0
+        opened = self._open
+        self._open = {}
+        self._nbytes = 0
         # Meanwhile an engine may have taken one over, or it was moved.
         self._cut([p for p in opened if owner_of(p) is self and not (is_guarded(p) or p.is_meta)])
 

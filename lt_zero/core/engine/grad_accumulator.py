@@ -25,7 +25,7 @@ from lt_zero.kernels.flat import wide
 Products = dict[tuple[int, torch.device], tuple[Tensor | None, Tensor]]
 
 
-class Sums(Enum):
+class GradState(Enum):
     """The content of a bucket's accumulator on this rank."""
 
     __hash__ = object.__hash__  # Enum's is a function in Python
@@ -39,11 +39,16 @@ class Sums(Enum):
 
 # What may follow; anything else is an error of this package.
 _NEXT = {
-    Sums.NONE: (Sums.PARTIAL, Sums.COMPLETE, Sums.DROPPED),
-    Sums.PARTIAL: (Sums.PARTIAL, Sums.COMPLETE, Sums.DROPPED),
-    Sums.COMPLETE: (Sums.PARTIAL, Sums.COMPLETE, Sums.STEPPED, Sums.DROPPED),
-    Sums.STEPPED: (Sums.COMPLETE, Sums.DROPPED),
-    Sums.DROPPED: (Sums.NONE, Sums.COMPLETE),
+    GradState.NONE: (GradState.PARTIAL, GradState.COMPLETE, GradState.DROPPED),
+    GradState.PARTIAL: (GradState.PARTIAL, GradState.COMPLETE, GradState.DROPPED),
+    GradState.COMPLETE: (
+        GradState.PARTIAL,
+        GradState.COMPLETE,
+        GradState.STEPPED,
+        GradState.DROPPED,
+    ),
+    GradState.STEPPED: (GradState.COMPLETE, GradState.DROPPED),
+    GradState.DROPPED: (GradState.NONE, GradState.COMPLETE),
 }
 
 
@@ -90,7 +95,7 @@ class GradAccumulator:
         self._sends = storage.send_dtype(storage.dtype)
         self._store = self._none = Store(self.dtype, partial(torch.empty, 0))  # from the place, kept from step to step
         self.values = self._none
-        self.sums = Sums.NONE
+        self.sums = GradState.NONE
         self.changes = 0
         self._factor: Tensor | None = None  # deferred; 0D
         # While ``values`` are the products that ``shown`` has lent: what was stored, and its factor.
@@ -99,7 +104,7 @@ class GradAccumulator:
         self.used: set[int] = set()
         self.local: Tensor | None = None
 
-    def _enter(self, sums: Sums) -> None:
+    def _enter(self, sums: GradState) -> None:
         assert sums in _NEXT[self.sums], (self._name, self.sums, sums)
         self.sums = sums
 
@@ -145,12 +150,12 @@ class GradAccumulator:
 
     def begin_early_step(self) -> None:
         """COMPLETE -> STEPPED: no gather may follow in the running backward. core/step/background_steps.py."""
-        self._enter(Sums.STEPPED)
+        self._enter(GradState.STEPPED)
 
     def end_early_step(self) -> None:
         """STEPPED -> COMPLETE: this backward is over. No-op elsewhere."""
-        if self.sums is Sums.STEPPED:
-            self._enter(Sums.COMPLETE)
+        if self.sums is GradState.STEPPED:
+            self._enter(GradState.COMPLETE)
 
     def note_used(self, index: int) -> None:
         """Note that a parameter has a gradient on this rank: user code has assigned one."""
@@ -187,11 +192,16 @@ class GradAccumulator:
             self._store = self._places.step.store("grad", self._numel, self.dtype)
         if not self.accumulated:
             self.values = self._store
-        if replicas is Replicas.NOTHING and self.valid and self.sums is not Sums.PARTIAL and not self.stands_for_all:
+        if (
+            replicas is Replicas.NOTHING
+            and self.valid
+            and self.sums is not GradState.PARTIAL
+            and not self.stands_for_all
+        ):
             # What is here is summed over the replicas already: one of them keeps it for the sum of all.
             self.values.overwrite().zero_()
         target = self.values.target(add=bool(self.valid), whole=replicas is Replicas.RESULT)
-        self._enter(Sums.PARTIAL if replicas is Replicas.NOTHING else Sums.COMPLETE)
+        self._enter(GradState.PARTIAL if replicas is Replicas.NOTHING else GradState.COMPLETE)
         self.changes += 1
         self.valid.update([index for index, parameter in enumerate(self._params) if parameter.requires_grad])
         return target
@@ -203,7 +213,7 @@ class GradAccumulator:
         """
         self.apply_deferred_scale()
         target, _ = self.values.target(add=True, whole=True)
-        self._enter(Sums.COMPLETE)
+        self._enter(GradState.COMPLETE)
         self.changes += 1
         return target
 
@@ -291,13 +301,13 @@ class GradAccumulator:
         self.valid -= indices
         self.used -= indices
         if not self.valid and not self.used:
-            if self.sums is not Sums.DROPPED:
-                self._enter(Sums.DROPPED)
+            if self.sums is not GradState.DROPPED:
+                self._enter(GradState.DROPPED)
                 # The next reduction starts from zero.
                 self._background.then(self._drop)
             return
-        if self.sums is Sums.PARTIAL and not self.valid:
-            self._enter(Sums.COMPLETE)
+        if self.sums is GradState.PARTIAL and not self.valid:
+            self._enter(GradState.COMPLETE)
         self._background.wait()
         if self.local is not None:
             for span in map(self._layout.spans.__getitem__, indices):
@@ -309,12 +319,12 @@ class GradAccumulator:
 
     def _drop(self) -> None:
         if self.valid or self.used:  # there are gradients again
-            self._enter(Sums.COMPLETE)
+            self._enter(GradState.COMPLETE)
             return
         self.local = self._factor = self._lent = None
         self.values.discard()
         self.values = self._none
-        self._enter(Sums.NONE)
+        self._enter(GradState.NONE)
 
     def stores(self) -> list[Store]:
         return [store for store in dict.fromkeys((self._store, self.values)) if store is not self._none]

@@ -38,7 +38,7 @@ from lt_zero.core.comm.transport import Replicas, SendBuffer
 from lt_zero.core.comm.work import Done, Work
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.exchange import GradientExchange
-from lt_zero.core.engine.grad_accumulator import GradAccumulator, Sums
+from lt_zero.core.engine.grad_accumulator import GradAccumulator, GradState
 from lt_zero.core.engine.storage_plan import largest_sends
 
 # Two let one bucket travel while the next is copied; more would hold more send buffers.
@@ -148,7 +148,7 @@ class GradReducer:
 
     def sum_replicas(self) -> None:
         """Sum over the replicas what is not yet. Collective. See Note [Sums over replicas]."""
-        partial = [bucket for bucket in self._order if bucket.grads.sums is Sums.PARTIAL]
+        partial = [bucket for bucket in self._order if bucket.grads.sums is GradState.PARTIAL]
         for bucket in partial:
             self._make_room()
             grads = bucket.grads
@@ -200,7 +200,7 @@ class GradReducer:
             return Replicas.SENT
         if self._divides and not again:
             return Replicas.NOTHING
-        return Replicas.RESULT if bucket.grads.sums is Sums.PARTIAL else Replicas.SENT
+        return Replicas.RESULT if bucket.grads.sums is GradState.PARTIAL else Replicas.SENT
 
     def _filled_buffer(self, bucket: Bucket) -> SendBuffer | None:
         """A buffer with the gradients of ``bucket`` that are sent; None: they are not sent."""
@@ -230,7 +230,7 @@ class GradReducer:
         # Only after the wait: until then the collective reads the buffer.
         if send is not None:
             self._buffers[bucket.group].give_back(send)
-        taken = self._step is not None and bucket.grads.sums is not Sums.PARTIAL and self._step(bucket)
+        taken = self._step is not None and bucket.grads.sums is not GradState.PARTIAL and self._step(bucket)
         if bucket.grads.streamed and not taken:
             bucket.grads.end_use()
             self._leaving.append(bucket.grads)

@@ -25,7 +25,7 @@ from lt_zero.common.norms import VectorNorm
 from lt_zero.common.tensor_tree import iter_tensors, map_tensors
 from lt_zero.core.comm.shard_group import combine_rows
 from lt_zero.core.engine.bucket import Bucket
-from lt_zero.core.engine.grad_accumulator import Sums
+from lt_zero.core.engine.grad_accumulator import GradState
 from lt_zero.core.engine.guard import PASSING, called, changes_nothing
 from lt_zero.core.engine.parts import Parts
 from lt_zero.kernels.flat import wide
@@ -228,7 +228,7 @@ def _call_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     me = args[0] if args and isinstance(args[0], ShardedGrad) else None
     if me is not None and func in SAME:
         grads = me._owners()[0].grads
-        if grads.lacks_factor or grads.sums is Sums.PARTIAL:
+        if grads.lacks_factor or grads.sums is GradState.PARTIAL:
             return me
     if not _is_linear(func, args, kwargs):
         _complete(args, kwargs)
@@ -349,7 +349,7 @@ def _is_linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 def _complete(args: Any, kwargs: Any) -> None:
     """Sum gradients among the arguments over the replicas, where that is to come. Collective then."""
     for grad in iter_tensors((args, kwargs)):
-        if isinstance(grad, ShardedGrad) and (owners := grad._owners())[0].grads.sums is Sums.PARTIAL:
+        if isinstance(grad, ShardedGrad) and (owners := grad._owners())[0].grads.sums is GradState.PARTIAL:
             owners[2].complete()
 
 

@@ -32,7 +32,7 @@ from lt_zero.core.comm.ranks import Ranks
 from lt_zero.core.comm.shard_group import ShardGroup, combine_rows
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.exchange import GradientExchange
-from lt_zero.core.engine.grad_accumulator import Sums
+from lt_zero.core.engine.grad_accumulator import GradState
 from lt_zero.core.engine.grad_reducer import GradReducer
 from lt_zero.core.engine.parts import Parts
 from lt_zero.core.engine.sharded_grad import REMEDY, Place, ShardedGrad, ShardedValues, is_whole, local_rows, stand_in
@@ -44,7 +44,7 @@ def is_view(bucket: Bucket) -> bool:
     """True if ``p.grad`` is, or may be, a view of the accumulator."""
     local = bucket.grads.local
     # Where replicas are summed once a step, a view kept over a micro-batch would show one replica's part of the sum.
-    apart = bucket.grads.sums is Sums.PARTIAL or bucket.sums_apart
+    apart = bucket.grads.sums is GradState.PARTIAL or bucket.sums_apart
     if local is None and (bucket.offloaded or bucket.grads.lacks_factor or apart):
         return False
     dtype = local.dtype if local is not None else bucket.grads.values.dtype
@@ -90,7 +90,7 @@ def _replace(bucket: Bucket, index: int, value: Tensor, parts: Parts) -> None:
 
 def _assign(bucket: Bucket, row: Tensor, value: Tensor) -> None:
     """Copy what the user has assigned, the same on all ranks, to a row of gradients."""
-    if bucket.grads.sums is Sums.PARTIAL and not bucket.grads.stands_for_all:
+    if bucket.grads.sums is GradState.PARTIAL and not bucket.grads.stands_for_all:
         row.zero_()
     else:
         row.copy_(value)
@@ -156,7 +156,7 @@ class GradViews:
             return False
         for bucket, accumulator in zip(self._buckets, self._accumulators, strict=True):
             grads = bucket.grads
-            if grads.local is not None or grads.sums is Sums.PARTIAL or grads.values is not accumulator:
+            if grads.local is not None or grads.sums is GradState.PARTIAL or grads.values is not accumulator:
                 return False
         # Compare all parameters, not only those shown: a gradient may have been set where no rank had one.
         shown = self.shown

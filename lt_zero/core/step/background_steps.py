@@ -1,9 +1,10 @@
 """Background steps of buckets: what the optimizer's step asks about them. By default there are none.
 
 There are two kinds. An early step updates a bucket while backward still runs for other buckets, as soon as its
-gradients are reduced. It needs gradients that nobody clips, unscales or reads before the optimizer's step. Such buckets
-are in ``early``, and the model is partially stepped until the optimizer's step (``Offload.partially_stepped``). A late
-step updates a bucket beside the next forward, which waits for it. Such buckets are in ``late``.
+gradients are reduced. That is right only if the gradients are not clipped, unscaled or read before the optimizer's
+step. Such buckets are in ``early``, and the model is partially stepped until the optimizer's step
+(``Offload.partially_stepped``). A late step updates a bucket beside the next forward, which waits for it. Such buckets
+are in ``late``.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def _move(job: tuple[Future[None], Callable[[], object]]) -> None:
         return
     try:
         move()
-    except BaseException as error:  # whoever waits has to get every error
+    except BaseException as error:  # the thread that waits for the block raises it
         moved.set_exception(error)
     else:
         moved.set_result(None)

@@ -79,7 +79,7 @@ from lt_zero.training.lightning.data_position.position import POSITION, DataPosi
 from lt_zero.training.lightning.precision import sharded_of
 from lt_zero.training.lightning.setup import RunSnapshot
 from lt_zero.training.lightning.uploads import upload_directories
-from lt_zero.training.restore import Contents, Part, restore
+from lt_zero.training.restore import Contents, ModuleContents, restore
 
 _HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 _HPARAMS_TYPE = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE
@@ -111,7 +111,7 @@ class CheckpointService:
         self._data = data
         self._frozen: list[str] = []  # names left out of the last state dict
         self._synchronous = False  # see ``foreground``
-        self._deferred: Part | None = None  # see Note [Life of a restore]
+        self._deferred: ModuleContents | None = None  # see Note [Life of a restore]
         self._early: dict[str, tuple[Any, Tensor]] = {}  # loaded value and module's: Note [Callbacks that restore]
         self._opened: dict[str, Any] = {}  # the state dict of a directory, until hooks have had it
         self._renamed: dict[str, str | None] = {}  # names that a hook has changed in it
@@ -346,7 +346,7 @@ class CheckpointService:
         rounded = not run.config.zero_optimization.load_from_fp32_weights
         # Those that are parallelized already take whole tensors only once they are sharded.
         later = any(p.is_meta or is_distributed(p) for p in module.parameters())
-        self._deferred = Part(module, None, state, strict, left_out, rounded)
+        self._deferred = ModuleContents(module, None, state, strict, left_out, rounded)
         if sharded or not (lazy or rounded or later):
             self.load_deferred(run)
             return
@@ -379,7 +379,7 @@ class CheckpointService:
         if self._renamed:
             states = [with_names(state, lambda name: self._renamed.get(name) or name) for state in states]
         engine, how = run.engine, run.config.checkpoint
-        part = Part(engine.root, engine)
+        part = ModuleContents(engine.root, engine)
         if states or (how.load_optimizer_states and not how.load_module_only):
             if len(states) != len(run.optimizers):  # on all ranks: their checkpoints and optimizers are compared
                 raise CheckpointError(

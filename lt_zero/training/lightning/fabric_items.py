@@ -40,7 +40,7 @@ from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.training.checkpoints import beside, frozen_names, weights_to_save, whole_weights
 from lt_zero.training.lightning.checkpoint_plugin import local_file, write_file
-from lt_zero.training.restore import Contents, Part, restore
+from lt_zero.training.restore import Contents, ModuleContents, restore
 from lt_zero.training.session import Session
 
 log = logging.getLogger("lt_zero")
@@ -258,7 +258,7 @@ class FabricItems:
         own = opened.own
         found = {key: ShardedOptimizer.of(value) for key, value in objects.items() if isinstance(value, Optimizer)}
         optimizers = {key: sharded for key, sharded in found.items() if sharded is not None}
-        parts: dict[Any, Part] = {
+        parts: dict[Any, ModuleContents] = {
             key: replace(
                 self.part(value, saved[key], strict),
                 left_out=own.get("frozen_left_out", {}).get(key, ()),
@@ -274,7 +274,9 @@ class FabricItems:
         for engine in engines:
             running = {key: sharded for key, sharded in optimizers.items() if sharded.engine is engine}
             key = loaded.get(engine, engine)
-            parts[key] = self._going_on(parts.get(key, Part(engine.root, engine)), key, opened, running, saved)
+            parts[key] = self._going_on(
+                parts.get(key, ModuleContents(engine.root, engine)), key, opened, running, saved
+            )
         contents = Contents(
             list(parts.values()),
             loss_scale=own.get("loss_scale", {}) if engines else None,
@@ -286,15 +288,20 @@ class FabricItems:
         )
         restore(contents, self.world, self.loss_scale)
 
-    def part(self, module: nn.Module, weights: Mapping[str, Any], strict: bool) -> Part:
+    def part(self, module: nn.Module, weights: Mapping[str, Any], strict: bool) -> ModuleContents:
         """A module that gets weights."""
         engine = module.engine if isinstance(module, ShardedModule) else engine_of(module)
         rounded = not self.config.zero_optimization.load_from_fp32_weights
-        return Part(whole(module), engine, weights, strict, rounded=rounded)
+        return ModuleContents(whole(module), engine, weights, strict, rounded=rounded)
 
     def _going_on(
-        self, part: Part, key: Any, opened: Opened, running: Mapping[Any, ShardedOptimizer], saved: Mapping[Any, Any]
-    ) -> Part:
+        self,
+        part: ModuleContents,
+        key: Any,
+        opened: Opened,
+        running: Mapping[Any, ShardedOptimizer],
+        saved: Mapping[Any, Any],
+    ) -> ModuleContents:
         """A part with what its optimizers need to go on.
 
         Args:

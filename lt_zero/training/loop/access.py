@@ -18,7 +18,7 @@ from lt_zero.common.arguments import expect
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.full_params import full_flat, gather_own, joined
-from lt_zero.core.engine.grad_accumulator import Sums
+from lt_zero.core.engine.grad_accumulator import GradState
 from lt_zero.core.engine.guard import owner_of
 from lt_zero.core.engine.layout import Piece
 from lt_zero.core.engine.lazy_tensor import Fragment
@@ -273,7 +273,7 @@ def _check_reduced(engine: Engine, bucket: Bucket, index: int) -> None:
     unreduced = engine.grad_views.unreduced([(bucket, index, bucket.params[index])])
     grads = bucket.grads
     summed = grads.local is None or index not in grads.used
-    if unreduced or not summed or (grads.sums is Sums.PARTIAL and index in grads.valid):
+    if unreduced or not summed or (grads.sums is GradState.PARTIAL and index in grads.valid):
         raise RuntimeError(
             f"The gradient of {_name(bucket, index)!r} is not reduced yet: ask after the last micro-batch, or call "
             "lt_zero.full_grad on all ranks, which reduces it."

@@ -60,7 +60,7 @@ from lt_zero.training.checkpoints import (
 from lt_zero.training.loop.monitoring import monitor_of
 from lt_zero.training.loop.queries import EngineQueries
 from lt_zero.training.loss_scale import loss_scale_controller
-from lt_zero.training.restore import Contents, Part, restore
+from lt_zero.training.restore import Contents, ModuleContents, restore
 from lt_zero.training.session import Session
 
 ended: WeakSet[Engine] = WeakSet()  # whose ``TrainingEngine`` was destroyed
@@ -500,7 +500,7 @@ class TrainingEngine(EngineQueries):
         weights = trained_weights(saved) if goes_on else saved["state_dict"]
         left_out = saved.get("lt_zero", {}).get("frozen_left_out", [])
         rounded = not self._config.zero_optimization.load_from_fp32_weights
-        part = Part(self.module, self.engine, weights, load_module_strict, left_out, rounded)
+        part = ModuleContents(self.module, self.engine, weights, load_module_strict, left_out, rounded)
         if with_states and self.optimizer is not None:
             part = part.going_on(saved, {0: (self.optimizer, _only_state(saved, path))})
         schedules = saved.get("lr_schedulers") if with_schedule else []

@@ -28,7 +28,7 @@ class Witness:
         batch: was read. Some of its values are copied, since training may change it; their checksum is only computed
             for a checkpoint, as this is done for each batch.
         states: before it was read.
-        stays: whether nobody changes the batch in place. Its values are then read when they are needed, without a copy.
+        stays: whether the batch is never changed in place. Its values are then read when they are needed, not copied.
         size: the number of samples of the data set, if ``batch`` is it and the indices of a batch; None: it is unknown.
     """
 
