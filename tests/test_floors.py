@@ -29,6 +29,7 @@ FLOORS = (
         "features/offload",
         "features/sparse_attention",
         "features/tiles",
+        "features/virtual_ranks",
         *EXCHANGES,
     },
     {"optim/__init__"},  # public names, also of a feature

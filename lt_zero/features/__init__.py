@@ -99,6 +99,13 @@ _TABLE = (
         asked=attrgetter("one_bit"),
     ),
     _with_block(
+        name="virtual ranks",
+        place="lt_zero.features.virtual_ranks.feature:VirtualRanks",
+        key="reproducible",
+        block="lt_zero.features.virtual_ranks.keys:Reproducible",
+        off={"virtual_ranks": None},
+    ),
+    _with_block(
         name="gradient compression",
         place="lt_zero.features.compression.feature:Compression",
         key="gradient_compression.algorithm",

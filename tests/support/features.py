@@ -30,7 +30,7 @@ def needs(*names: str) -> pytest.MarkDecorator:
 
 def needs_all_blocks() -> pytest.MarkDecorator:
     """A mark that skips a test of all keys if a feature is missing that brings some of them."""
-    return needs("compression", "sparse_attention", "tiles")
+    return needs("compression", "sparse_attention", "tiles", "virtual_ranks")
 
 
 # Keys of a configuration, and types of optimizers, that ask for a feature.
@@ -43,6 +43,7 @@ KEYS = {
     "gradient_compression": "compression",
     "slow_node_tolerance": "late_nodes",
     "quantize": "quantize",
+    "reproducible": "virtual_ranks",
     **dict.fromkeys(("offload", "offload_optimizer", "offload_param"), "offload"),
     **dict.fromkeys(("int8", "stochastic_rounding"), "low_bit_states"),
     **dict.fromkeys(("OneBitAdam", "OneBitLamb", "ZeroOneAdam"), "one_bit"),

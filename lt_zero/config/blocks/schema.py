@@ -111,6 +111,7 @@ class Schema(Block):
     )
     expert_parallel: ExpertParallel = key(ExpertParallel(), "ranks that have some of a layer's experts each")
     pipeline: PipelineParallel = key(PipelineParallel(), "ranks that have some of the model's layers each")
+    reproducible: Any = of_feature
     gradient_compression: Any = of_feature
     communication_data_type: Dtype | None = key(
         None, "dtype in which gradients are reduced; null: their own, or the accumulators' where the sum would round"

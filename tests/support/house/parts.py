@@ -93,6 +93,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "feature.sequences": ("parallel/sequence/",),
     "feature.sparse_attention": ("features/sparse_attention/",),
     "feature.tiles": ("features/tiles/",),
+    "feature.virtual_ranks": ("features/virtual_ranks/",),
     "feature.zero_plus_plus": ("features/zero_plus_plus/",),
     "tools.compare": ("tools/compare/",),
     "tools.doctor": ("tools/doctor",),

@@ -1,0 +1,1 @@
+"""Training with the same bits at any number of ranks: ``reproducible``."""
