@@ -51,7 +51,7 @@ class Reproducible(Block):
         if algorithm != "none":
             yield "gradient_compression.algorithm", repr(algorithm), "sends a part of them later"
         if zero.zero_quantized_weights:
-            yield (
+            yield f"{_ZERO}.zero_quantized_weights", "true", "rounds weights in blocks of each rank"
                 f"{_ZERO}.zero_quantized_weights",
                 "true",
                 "rounds weights in blocks that depend on the number of ranks",
