@@ -52,10 +52,6 @@ class Reproducible(Block):
             yield "gradient_compression.algorithm", repr(algorithm), "sends a part of them later"
         if zero.zero_quantized_weights:
             yield f"{_ZERO}.zero_quantized_weights", "true", "rounds weights in blocks of each rank"
-                f"{_ZERO}.zero_quantized_weights",
-                "true",
-                "rounds weights in blocks that depend on the number of ranks",
-            )
         if config.one_bit:
             yield "optimizer.type", repr(config.optimizer.type), "sends a part of them later"
         if config.communication.slow_node_tolerance > 0:
