@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lt_zero.core.engine.full_params import gathered as gathered
     from lt_zero.core.engine.materialize import empty_weights as empty_weights
     from lt_zero.core.engine.uneven_forwards import synced as synced
+    from lt_zero.core.engine.weights_digest import weights_digest as weights_digest
     from lt_zero.core.step.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from lt_zero.deepspeed.install import as_deepspeed as as_deepspeed
     from lt_zero.features.ema.callback import EMA as EMA
@@ -122,6 +123,7 @@ _MODULES = {
     "synced": "core.engine.uneven_forwards",
     "tiled": "features.tiles.tokens",
     "tiled_cross_entropy": "features.tiles.loss",
+    "weights_digest": "core.engine.weights_digest",
 }
 
 

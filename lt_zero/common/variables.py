@@ -48,6 +48,7 @@ KNOWN: dict[str, Callable[[str], str]] = {
     "LT_ZERO_ALONE": _switch,
     "LT_ZERO_CACHE": _any,  # kernels/library.py checks it when kernels are loaded
     "LT_ZERO_DEBUG": _switch,
+    "LT_ZERO_DIGESTS": _folder,
     "LT_ZERO_ISA": _isa,
     "LT_ZERO_MEMORY_CHECK": _switch,
     "LT_ZERO_NATIVE": _switch,

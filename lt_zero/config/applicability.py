@@ -179,7 +179,8 @@ def _common(values: dict[str, Any]) -> dict[str, str]:
 def _variables() -> dict[str, str]:
     """The environment variables that decide which collectives a rank calls; of folders, whether there is one."""
     checks = "1" if switched("LT_ZERO_MEMORY_CHECK", True) else "0"
-    folders = {name: "set" if os.environ.get(name) else "unset" for name in ("LT_ZERO_RECORD", "LT_ZERO_TRIAL")}
+    names = ("LT_ZERO_DIGESTS", "LT_ZERO_RECORD", "LT_ZERO_TRIAL")
+    folders = {name: "set" if os.environ.get(name) else "unset" for name in names}
     return {"LT_ZERO_MEMORY_CHECK": checks, **folders}
 
 

@@ -132,6 +132,12 @@ _TABLE = (
         asked=lambda config: bool(os.environ.get("LT_ZERO_RECORD")),
     ),
     Entry(
+        name="digests of the weights",
+        place="lt_zero.tools.compare.feature:WeightDigests",
+        key="LT_ZERO_DIGESTS",
+        asked=lambda config: bool(os.environ.get("LT_ZERO_DIGESTS")),
+    ),
+    Entry(
         name="the gradient noise scale",
         place="lt_zero.tools.gradient_noise.feature:Noise",
         key="gradient_noise_scale",

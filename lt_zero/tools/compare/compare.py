@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
@@ -16,6 +16,7 @@ from lt_zero.common.compat import clean_name
 from lt_zero.common.console import Console
 from lt_zero.common.tables import show
 from lt_zero.core.stores.regular_file import parse_json, read_text
+from lt_zero.tools.compare.digests import DigestsError, file_of, parting_of, read_digests
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -129,7 +130,7 @@ def read_record(folder: Path, number: int = 0) -> RecordedRun:
     Raises:
         RecordError: there is none, or it is damaged.
     """
-    path = folder / f"engine{number}.jsonl"
+    path = _record_of(folder, number)
     steps, skipped, taken = dict[int, Mapping[tuple[str, str], Tensors]](), dict[int, int](), 0
     try:
         lines = read_text(path, _MOST, errors="replace").splitlines()
@@ -432,11 +433,51 @@ def _of_other_data(one: RecordedRun, two: RecordedRun, step: int) -> str:
     )
 
 
+def _numbered(a: Path, b: Path, file: Callable[[Path, int], Path]) -> Iterator[int]:
+    """The numbers of the modules, 0 among them, of which both folders have a file."""
+    number = 0
+    while number == 0 or all(file(folder, number).exists() for folder in (a, b)):
+        yield number
+        number += 1
+
+
 def _both(a: Path, b: Path) -> Iterator[tuple[RecordedRun, RecordedRun]]:
-    yield read_record(a), read_record(b)
-    for number in range(1, 1 + len(list(a.glob("engine*.jsonl")))):
-        if all((folder / f"engine{number}.jsonl").exists() for folder in (a, b)):
-            yield read_record(a, number), read_record(b, number)
+    for number in _numbered(a, b, _record_of):
+        yield read_record(a, number), read_record(b, number)
+
+
+def _record_of(folder: Path, number: int) -> Path:
+    """The record of the ``number``-th module of a run."""
+    return folder / f"engine{number}.jsonl"
+
+
+def _have_digests_only(*folders: Path) -> bool:
+    """True if the runs have digests of the weights, and not all of them a record."""
+    return all(file_of(folder).exists() for folder in folders) and not all(_record_of(f, 0).exists() for f in folders)
+
+
+def _print_digests(a: Path, b: Path, console: Console) -> bool:
+    """Print where the weights of two runs part, for each module; returns whether they do.
+
+    Raises:
+        DigestsError: the digests of a run cannot be read or compared.
+    """
+    parted = False
+    for number in _numbered(a, b, file_of):
+        one = read_digests(a, number)
+        two = read_digests(b, number)
+        console.print(f"A: {one}\nB: {two}", markup=False)
+        found = parting_of(one, two)
+        if found.first is None:
+            console.print(f"The weights are the same, to the bit, after each of {found.common:,} steps.")
+            continue
+        parted = True
+        before = (
+            f"after step {found.last_equal:,} they are the same" if found.last_equal else "they were never the same"
+        )
+        console.print(f"The weights part at step {found.first:,}; {before}.")
+        console.print("Run both with LT_ZERO_RECORD=FOLDER until then to see which tensor is the first to differ.")
+    return parted
 
 
 def _end_with(problem: str) -> NoReturn:
@@ -456,10 +497,13 @@ def compare_command(
 
     Ends with status 1 if there is one, and with 2 after an error.
 
-    Record each run by LT_ZERO_RECORD=FOLDER in its environment. Stage, ranks, precision and offload may differ.
+    Record each run by LT_ZERO_RECORD=FOLDER in its environment. Stage, ranks, precision and offload may differ. Of
+    runs with LT_ZERO_DIGESTS=FOLDER it prints the first step after which not all bits of the weights are the same.
     """
     console, parted = Console(highlight=False, soft_wrap=True), False
     try:
+        if _have_digests_only(a, b):
+            raise typer.Exit(1 if _print_digests(a, b, console) else 0)
         for number, (one, two) in enumerate(_both(a, b)):
             console.print(f"A: {_facts(one)}\nB: {_facts(two)}", markup=False)
             one, two, cut = aligned(one, two)
@@ -487,7 +531,9 @@ def compare_command(
             if first.kind == "input":
                 console.print(_of_other_data(one, two, first.step))
             show(_table(differences, first), console)
-    except (RecordError, OSError) as error:
+    except typer.Exit:
+        raise
+    except (RecordError, DigestsError, OSError) as error:
         _end_with(str(error))
     except Exception as error:  # a record can be damaged in ways that only show here; 1 means that the runs differ
         _end_with(f"{a} or {b} is damaged ({type(error).__name__}: {error}). Record the runs again.")
