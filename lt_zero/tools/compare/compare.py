@@ -497,8 +497,9 @@ def compare_command(
 
     Ends with status 1 if there is one, and with 2 after an error.
 
-    Record each run by LT_ZERO_RECORD=FOLDER in its environment. Stage, ranks, precision and offload may differ. Of
-    runs with LT_ZERO_DIGESTS=FOLDER it prints the first step after which not all bits of the weights are the same.
+    Record each run by LT_ZERO_RECORD=FOLDER in its environment. Stage, ranks, precision and offload may differ.
+
+    Of runs with LT_ZERO_DIGESTS=FOLDER it prints the first step after which bits of the weights differ.
     """
     console, parted = Console(highlight=False, soft_wrap=True), False
     try:

@@ -85,7 +85,7 @@ def read_digests(folder: Path, number: int = 0) -> Digests:
 
 
 class Parting(NamedTuple):
-    """Where two runs have other weights.
+    """The step at which two runs get other weights.
 
     Attributes:
         last_equal: the last step up to which all common steps have the same weights; None: there is none.
