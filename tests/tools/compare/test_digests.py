@@ -59,14 +59,18 @@ def test_stages_have_the_same_digests_and_a_wrong_gradient_is_dated(pool: Pool, 
     pool.run(2, _train, folders[1], 3)
     pool.run(2, _train, folders[2], 3, 3)
     one, two, wrong = (read_digests(Path(folder)) for folder in folders)
-    assert list(one.steps) == [1, 2, 3, 4] and len(set(one.steps.values())) == 4
-    assert one.steps == two.steps and [one.steps[4]] * 2 == last
+    assert list(one.steps) == [1, 2, 3, 4]
+    assert len(set(one.steps.values())) == 4
+    assert one.steps == two.steps
+    assert [one.steps[4]] * 2 == last
     assert (one.about["stage"], two.about["stage"], one.about["ranks"]) == (1, 3, 2)
     assert parting_of(one, wrong) == (2, 3, 4)
     same = CliRunner().invoke(_app(), folders[:2])
-    assert same.exit_code == 0 and "The weights are the same, to the bit, after each of 4 steps." in same.output
+    assert same.exit_code == 0
+    assert "The weights are the same, to the bit, after each of 4 steps." in same.output
     other = CliRunner().invoke(_app(), [folders[0], folders[2]])
-    assert other.exit_code == 1 and "The weights part at step 3; after step 2 they are the same." in other.output
+    assert other.exit_code == 1
+    assert "The weights part at step 3; after step 2 they are the same." in other.output
 
 
 def test_a_resumed_run_goes_on_counting(pool: Pool, tmp_path: Path) -> None:
