@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-3d test test-slow golden conformance faults same-as lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
+.PHONY: help demo demo-3d test test-slow golden conformance faults same-as same-bits lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
 	bench-parallel bench-sequence bench-nodes bench-scale bench-experts gpu compat compat-peers compat-data compat-programs docs release clean
 
 help: ## Show the targets
@@ -48,6 +48,9 @@ RUNS ?=
 
 same-as: $(STAMP) ## Compare the bits of 31 short runs, and of resumes, with those of the commit BASE (10 minutes)
 	$(BIN)/python -m tests.support.same_as $(BASE) $(RUNS)
+
+same-bits: $(STAMP) ## Compare the bits of runs with virtual ranks on 1 to 8 ranks, and of resumes on others (20 minutes)
+	$(BIN)/python -m tests.support.same_bits $(RUNS)
 
 lint: $(STAMP) ## Check style, format and types
 	$(BIN)/ruff check .

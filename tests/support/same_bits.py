@@ -1,0 +1,113 @@
+"""Compares the bits of short runs between numbers of ranks: ``make same-bits``.
+
+Each run has 12 virtual ranks, and is taken on 1, 2, 3, 4 and 6 ranks; some also with 8 virtual ranks on 8 and 1. All
+of them save in the middle of an epoch, and go on from that checkpoint on another number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.launchers import environment
+from tests.support.same_bits_runs import RANKS, RUNS, SAVED, Values
+
+SCRIPT = Path(__file__).with_name("same_bits_runs.py")
+WIDE = 8  # ranks, each of one virtual rank
+# The runs on so many: one of each stage, precision and kind.
+ON_MANY = ("12-0-32-true-clipping", "12-1-bf16-mixed-dropout", "12-2-16-mixed-batch norm", "12-3-32-true-accumulation")
+
+
+def train(ranks: int, names: Sequence[str], into: Path, checkpoints: Path, resumes: bool, virtual: int = 0) -> None:
+    """Take the runs ``names`` on ``ranks`` ranks; their values go ``into`` a folder.
+
+    Args:
+        checkpoints: a folder, into which runs save, or whose checkpoints they go on from.
+        virtual: virtual ranks; 0: those of the runs.
+
+    Raises:
+        RuntimeError: a run has failed; has the end of what was printed.
+    """
+    into.mkdir(parents=True, exist_ok=True)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*launcher, str(SCRIPT), str(into), str(checkpoints), "resume" if resumes else "save", *names]
+    variables = {"SAME_BITS_VIRTUAL": str(virtual)} if virtual else {}
+    done = subprocess.run(command, env=environment(**variables), cwd=into.parent, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"The runs on {ranks} ranks failed:\n{done.stdout}\n{done.stderr}"[-8000:])
+
+
+def differences(found: Values, wanted: Values) -> Iterator[str]:
+    """The names of values that are not the same to the bit, or that only one of the runs has."""
+    for name in dict.fromkeys([*wanted, *found]):
+        if name not in found or name not in wanted:
+            yield f"{name} is {'new' if name in found else 'missing'}"
+        elif not _same(found[name], wanted[name]):
+            yield name
+
+
+def _same(one: Any, two: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
+        return bool(one == two)
+    if one.dtype != two.dtype or one.shape != two.shape:
+        return False
+    bits = [value.contiguous().flatten().view(torch.uint8) for value in (one, two)]
+    return torch.equal(*bits)
+
+
+def after(values: Values, steps: int) -> Values:
+    """Of the values of a whole run, those that one has, too, that goes on after so many steps."""
+    keys = [name for name in values if name.endswith(": steps") and values[name] <= steps]
+    before = {name.removesuffix(": steps") for name in keys}
+    return {name: value for name, value in values.items() if name.partition(": ")[0] not in before}
+
+
+def compare(names: Sequence[str], folder: Path) -> dict[str, list[str]]:
+    """The differences of each run on any number of ranks from that on one."""
+    told: dict[str, list[str]] = {name: [] for name in names}
+
+    def read(place: str, name: str) -> Values:
+        return dict(torch.load(folder / place / f"{name}.pt", weights_only=False))
+
+    for ranks in RANKS:
+        train(ranks, names, folder / f"{ranks}", folder / f"{ranks}", resumes=False)
+    # Each goes on from a checkpoint of the next number of ranks.
+    for ranks, other in zip(RANKS, [*RANKS[1:], RANKS[0]], strict=True):
+        train(ranks, names, folder / f"{other} to {ranks}", folder / f"{other}", resumes=True)
+        for name in names:
+            whole = read("1", name)
+            told[name] += [f"{ranks} ranks, {text}" for text in differences(read(f"{ranks}", name), whole)]
+            went_on = differences(read(f"{other} to {ranks}", name), after(whole, SAVED))
+            told[name] += [f"{other} to {ranks} ranks, {text}" for text in went_on]
+    if many := [name for name in names if name in ON_MANY]:
+        for ranks in (1, WIDE):
+            train(ranks, many, folder / f"wide {ranks}", folder / f"wide {ranks}", resumes=False, virtual=WIDE)
+        for name in many:
+            wide = differences(read(f"wide {WIDE}", name), read("wide 1", name))
+            told[name] += [f"{WIDE} virtual ranks, {text}" for text in wide]
+    return told
+
+
+def main() -> int:
+    """Print a line for each run; 1 if any differs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="*", default=list(RUNS), help="names of runs; default: all")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        told = compare(arguments.runs, Path(folder))
+    for name, texts in told.items():
+        result = f"{len(texts)} differences: {'; '.join(texts[:3])}" if texts else "same"
+        print(f"{name:36} {result}")
+    return int(any(told.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
