@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-3d test test-slow golden conformance faults same-as same-bits lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
+.PHONY: help demo demo-3d demo-bits test test-slow golden conformance faults same-as same-bits lint bench bench-all bench-ops bench-offload bench-checkpoint bench-activation bench-attention \
 	bench-parallel bench-sequence bench-nodes bench-scale bench-experts gpu compat compat-peers compat-data compat-programs docs release clean
 
 help: ## Show the targets
@@ -19,6 +19,9 @@ demo-3d: $(STAMP) ## Train a GPT on 8 processes, 2 stages x 2 data x 2 tensor ra
 	$(BIN)/python examples/pipeline_gpt.py --ranks 8 --tensor 2 --precision bf16-mixed --steps 150 --folder out/demo-3d
 	$(BIN)/python examples/pipeline_gpt.py --resume --ranks 3 --stages 3 --precision bf16-mixed --steps 180 --folder out/demo-3d
 	$(BIN)/python examples/pipeline_gpt.py --ranks 2 --stages 1 --precision bf16-mixed --steps 150 --folder out/demo-1d
+
+demo-bits: $(STAMP) ## Train a GPT on 1, 2 and 4 processes to the same weights, to the bit (3 minutes)
+	$(BIN)/python examples/same_bits.py
 
 # The processes and their workers import the package and the tests: with bytecode each but the first does not compile them.
 test test-slow: export PYTHONDONTWRITEBYTECODE =
