@@ -3,8 +3,8 @@
     python examples/same_bits.py                               # ZeRO stage 2
     python examples/same_bits.py zero_optimization=stage3      # further overrides of train_gpt.py
 
-All runs have four virtual ranks: in a round each of the processes trains on 4, 2 or 1 micro-batches, and their gradients
-are added in one order. After each step a digest of the weights is written, which this script compares.
+All runs have four virtual ranks: in a round each of the processes trains on 4, 2 or 1 micro-batches, and their
+gradients are added in one order. After each step a digest of the weights is written, which this script compares.
 """
 
 import json
