@@ -1,7 +1,8 @@
 """Compares the bits of short runs between numbers of ranks: ``make same-bits``.
 
-Each run has 12 virtual ranks, and is taken on 1, 2, 3, 4 and 6 ranks; some also with 8 virtual ranks on 8 and 1. All
-of them save in the middle of an epoch, and go on from that checkpoint on another number of ranks.
+The runs hold each pair of a stage, a precision and a kind. Each has 12 virtual ranks, and is taken on 1, 2, 3, 4 and 6
+ranks; one of each stage also has 8 virtual ranks, on 8 and 1. All of them save in the middle of an epoch, and go on from
+that checkpoint on another number of ranks.
 """
 
 from __future__ import annotations
@@ -18,12 +19,28 @@ import torch
 from torch import Tensor
 
 from tests.support.launchers import environment
+from tests.support.matrix import covering
 from tests.support.same_bits_runs import RANKS, RUNS, SAVED, Values
 
 SCRIPT = Path(__file__).with_name("same_bits_runs.py")
 WIDE = 8  # ranks, each of one virtual rank
-# The runs on so many: one of each stage, precision and kind.
-ON_MANY = ("12-0-32-true-clipping", "12-1-bf16-mixed-dropout", "12-2-16-mixed-batch norm", "12-3-32-true-accumulation")
+
+
+def default_runs() -> list[str]:
+    """The names of few runs that hold each pair of a stage, a precision and a kind."""
+    rows = [(run.stage, run.precision, run.kind) for run in RUNS.values()]
+    chosen = set(covering(rows, [(0, 1), (0, 2), (1, 2)]))
+    return [name for name, run in RUNS.items() if (run.stage, run.precision, run.kind) in chosen]
+
+
+def one_of_each_stage(names: Sequence[str]) -> list[str]:
+    """Of these runs one of each stage, with different precisions and kinds."""
+    found: dict[int, str] = {}
+    for number, name in enumerate(sorted(names, key=lambda name: RUNS[name].stage)):
+        stage = RUNS[name].stage
+        if stage not in found or number % 4 == stage:
+            found[stage] = name
+    return list(found.values())
 
 
 def train(ranks: int, names: Sequence[str], into: Path, checkpoints: Path, resumes: bool, virtual: int = 0) -> None:
@@ -87,7 +104,7 @@ def compare(names: Sequence[str], folder: Path) -> dict[str, list[str]]:
             told[name] += [f"{ranks} ranks, {text}" for text in differences(read(f"{ranks}", name), whole)]
             went_on = differences(read(f"{other} to {ranks}", name), after(whole, SAVED))
             told[name] += [f"{other} to {ranks} ranks, {text}" for text in went_on]
-    if many := [name for name in names if name in ON_MANY]:
+    if many := one_of_each_stage(names):
         for ranks in (1, WIDE):
             train(ranks, many, folder / f"wide {ranks}", folder / f"wide {ranks}", resumes=False, virtual=WIDE)
         for name in many:
@@ -99,10 +116,10 @@ def compare(names: Sequence[str], folder: Path) -> dict[str, list[str]]:
 def main() -> int:
     """Print a line for each run; 1 if any differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="*", default=list(RUNS), help="names of runs; default: all")
+    parser.add_argument("runs", nargs="*", help=f"names of runs, such as {next(iter(RUNS))!r}; default: pairs")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        told = compare(arguments.runs, Path(folder))
+        told = compare(arguments.runs or default_runs(), Path(folder))
     for name, texts in told.items():
         result = f"{len(texts)} differences: {'; '.join(texts[:3])}" if texts else "same"
         print(f"{name:36} {result}")
