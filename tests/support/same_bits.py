@@ -1,8 +1,8 @@
 """Compares the bits of short runs between numbers of ranks: ``make same-bits``.
 
 The runs hold each pair of a stage, a precision and a kind. Each has 12 virtual ranks, and is taken on 1, 2, 3, 4 and 6
-ranks; one of each stage also has 8 virtual ranks, on 8 and 1. All of them save in the middle of an epoch, and go on from
-that checkpoint on another number of ranks.
+ranks; one of each stage also has 8 virtual ranks, on 8 and 1. All of them save in the middle of an epoch, and go on
+from that checkpoint on another number of ranks.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ def default_runs() -> list[str]:
 
 def one_of_each_stage(names: Sequence[str]) -> list[str]:
     """Of these runs one of each stage, with different precisions and kinds."""
-    found: dict[int, str] = {}
-    for number, name in enumerate(sorted(names, key=lambda name: RUNS[name].stage)):
-        stage = RUNS[name].stage
-        if stage not in found or number % 4 == stage:
-            found[stage] = name
-    return list(found.values())
+    found = []
+    for stage in sorted({RUNS[name].stage for name in names}):
+        of_stage = [name for name in names if RUNS[name].stage == stage]
+        found.append(of_stage[2 * stage % len(of_stage)])
+    return found
 
 
 def train(ranks: int, names: Sequence[str], into: Path, checkpoints: Path, resumes: bool, virtual: int = 0) -> None:
