@@ -22,6 +22,8 @@ def test_a_test_is_skipped_if_one_of_its_features_is_missing(monkeypatch: pytest
     monkeypatch.setattr(features, "_ROOT", tmp_path)
     assert there("ema")
     assert not _skips(needs("ema"))
+    (stores := tmp_path / "tiles").mkdir()
+    (stores / "__init__.py").touch()  # a folder of the package that only has the name of the feature
     mark = needs("ema", "doctor", "tiles")  # a folder without files of Python is what was left of one
     assert _skips(mark)
     assert mark.kwargs["reason"] == "not installed: doctor, tiles"

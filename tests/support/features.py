@@ -11,12 +11,16 @@ import pytest
 import lt_zero
 
 _ROOT = Path(lt_zero.__file__).parent
+# Those that have a folder of their own beside lt_zero/features. Other folders there may have the name of a feature, as
+# that of the stores which the feature ``offload`` uses.
+_APART = ("parallel",)
 
 
 def there(name: str) -> bool:
-    """Whether a feature or tool has its folder: ``lt_zero/features/NAME``, ``lt_zero/tools/NAME``, ``lt_zero/NAME``."""
+    """Whether a feature or tool has its folder: in ``lt_zero/features`` or ``lt_zero/tools``, or beside these."""
+    places = ("",) if name in _APART else ("features", "tools")
     # A folder that was taken out may leave __pycache__ behind.
-    return any((_ROOT / part / name / "__init__.py").is_file() for part in ("features", "tools", ""))
+    return any((_ROOT / part / name / "__init__.py").is_file() for part in places)
 
 
 def needs(*names: str) -> pytest.MarkDecorator:
