@@ -37,8 +37,8 @@ from lt_zero.checkpoint.native.rank_state import (
     RESIDUALS,
     load_feature_states,
     load_rank_buffers,
-    load_residuals,
 )
+from lt_zero.checkpoint.native.residuals import load_residuals
 from lt_zero.checkpoint.native.save import TRAINED_WEIGHTS
 from lt_zero.common import plain_names
 from lt_zero.common.compat import clean_name

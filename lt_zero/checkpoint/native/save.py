@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 
-from lt_zero.checkpoint.native.chunks import Chunk
-from lt_zero.checkpoint.native.directory import Manifest, ManifestEntry, PendingDirectory
+from lt_zero.checkpoint.native.directory import Chunk, Manifest, ManifestEntry, PendingDirectory
 from lt_zero.checkpoint.native.pieces import parameter_numbers
 from lt_zero.checkpoint.native.plain import Key, Path, described, dotted_path, to_plain
 from lt_zero.checkpoint.native.plan import (

@@ -64,7 +64,7 @@ from lt_zero.core.step.supported_optimizers import (
     check_supported,
     states_per_element,
 )
-from lt_zero.core.stores.thread_pool import SwapError
+from lt_zero.core.stores.io_options import SwapError
 
 log = logging.getLogger("lt_zero")
 

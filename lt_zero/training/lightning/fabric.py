@@ -22,7 +22,7 @@ from typing_extensions import override
 from lt_zero.checkpoint.native.directory import plain_path
 from lt_zero.checkpoint.native.load import engine_of
 from lt_zero.checkpoint.native.save import FABRIC
-from lt_zero.checkpoint.open import load_same
+from lt_zero.checkpoint.same import load_same
 from lt_zero.common.garbage import without_gc
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face, check_face

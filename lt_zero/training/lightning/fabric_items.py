@@ -29,7 +29,8 @@ from lt_zero.checkpoint.native.rank_state import (
     values_of_ranks,
 )
 from lt_zero.checkpoint.native.save import FABRIC, LT_ZERO, TRAINED_WEIGHTS
-from lt_zero.checkpoint.open import OpenedCopy, checked_file, is_directory, of_content, opened_source, reading
+from lt_zero.checkpoint.open import checked_file, is_directory, of_content, opened_source, reading
+from lt_zero.checkpoint.same import OpenedCopy
 from lt_zero.checkpoint.source import CheckpointSource
 from lt_zero.common.compat import never_a_graph
 from lt_zero.common.errors import CheckpointError

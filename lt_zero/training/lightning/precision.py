@@ -32,7 +32,6 @@ from lt_zero.core.engine.outside_steps import within_step
 from lt_zero.core.step.loss_scale import LossScaler, usable_scale
 from lt_zero.core.step.sharded_optimizer import RanClosure, ShardedOptimizer
 from lt_zero.training.loss_scale import loss_scale_controller
-from lt_zero.training.restore import Contents, restore
 
 if TYPE_CHECKING:
     from lt_zero.core.engine.engine import Engine
@@ -327,6 +326,8 @@ class ZeroPrecision(HalfPrecision):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        from lt_zero.training.restore import Contents, restore  # a run that loads nothing does without it
+
         scaled = [self.engine] if self.engine is not None else []
         restore(Contents(loss_scale=state_dict, scaled=scaled), None, self.loss_scale_controller)
 
