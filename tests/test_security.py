@@ -138,7 +138,7 @@ def test_only_the_kernels_are_loaded() -> None:
                     evaluates.add((path.name, name))
     assert loads == {"compiler.py"}
     # What ranks send each other, see the page's last heading; and ``objects.pkl``, with ``weights_only=False`` only.
-    places = {"objects.py", "ranks.py", "rank_state.py", "archive.py"}
+    places = {"objects.py", "ranks.py", "values_of_ranks.py", "archive.py"}
     assert evaluates == {("objects.py", "pickle.load"), *((place, "pickle.loads") for place in places)}
 
 

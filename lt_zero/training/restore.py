@@ -30,7 +30,8 @@ from lt_zero.checkpoint.native.load import (
     rounded_weights,
     stepped,
 )
-from lt_zero.checkpoint.native.pieces import load_full_optimizer_state, on_all_ranks
+from lt_zero.checkpoint.native.load_states import load_full_optimizer_state
+from lt_zero.checkpoint.native.pieces import on_all_ranks
 from lt_zero.checkpoint.native.rank_state import (
     FEATURES,
     RANK_BUFFERS,

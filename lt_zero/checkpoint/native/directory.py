@@ -41,7 +41,6 @@ from lt_zero.common.boxes import Box
 from lt_zero.common.errors import CheckpointError
 from lt_zero.core.stores.checked_file import STEP, FileRecord, FileSink, Sink, StreamSink, WriterPool
 from lt_zero.core.stores.direct_file import free_bytes, trouble
-from lt_zero.core.stores.regular_file import read_start
 from lt_zero.core.stores.staging import Staging, hidden_name, leftovers, staged, staging_path, sync_folder, whole_name
 
 MANIFEST = "manifest.json"
@@ -191,6 +190,8 @@ def _line_of(name: str, entry: ManifestEntry, number: Mapping[str, int]) -> str:
 
 def _is_ours(path: str | os.PathLike[str]) -> bool:
     """True if a file begins like a manifest of lt_zero."""
+    from lt_zero.core.stores.regular_file import read_start
+
     try:
         return b'"format": "lt_zero"' in read_start(path, 200)
     except OSError:

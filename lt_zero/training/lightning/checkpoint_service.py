@@ -41,7 +41,6 @@ from lt_zero.training.lightning.checkpoint_plugin import write_file, writes_dire
 from lt_zero.training.lightning.data_position.position import POSITION, DataPosition
 from lt_zero.training.lightning.precision import sharded_of
 from lt_zero.training.lightning.setup import RunSnapshot
-from lt_zero.training.lightning.uploads import upload_directories
 
 if TYPE_CHECKING:
     from lt_zero.training.lightning.checkpoint_loads import CheckpointLoads
@@ -89,7 +88,9 @@ class CheckpointService:
         """
         _beside(run)
         self._directories = writes_directories(run.config, run.checkpoint_io)
-        if self._directories:
+        if self._directories and run.trainer is not None and run.trainer.loggers:
+            from lt_zero.training.lightning.uploads import upload_directories
+
             upload_directories(run)
 
     # ---- collecting ----------------------------------------------------------------------------------------------

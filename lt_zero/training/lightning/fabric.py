@@ -40,8 +40,8 @@ from lt_zero.training.lightning.checkpoint_plugin import writes_directories
 from lt_zero.training.lightning.data_position.loop import LoopLoader
 from lt_zero.training.lightning.data_position.position import is_stateful, tracked
 from lt_zero.training.lightning.fabric_items import FabricItems, ShardedModule, optimizer_state
-from lt_zero.training.lightning.launchers import FabricLauncher
 from lt_zero.training.lightning.precision import ZeroPrecision
+from lt_zero.training.lightning.process_launchers import FabricLauncher
 from lt_zero.training.lightning.sharded_strategy import ShardedStrategy
 from lt_zero.training.restore import load_weights
 from lt_zero.training.session import move_buffers

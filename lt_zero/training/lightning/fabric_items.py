@@ -22,13 +22,11 @@ from lt_zero.checkpoint.native.load import stepped as has_stepped
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names
 from lt_zero.checkpoint.native.rank_state import (
     FEATURES,
-    OF_RANKS,
     RANK_BUFFERS,
     RESIDUALS,
-    own_values,
-    values_of_ranks,
 )
 from lt_zero.checkpoint.native.save import FABRIC, LT_ZERO, TRAINED_WEIGHTS
+from lt_zero.checkpoint.native.values_of_ranks import OF_RANKS, own_values, values_of_ranks
 from lt_zero.checkpoint.open import checked_file, is_directory, of_content, opened_source, reading
 from lt_zero.checkpoint.same import OpenedCopy
 from lt_zero.checkpoint.source import CheckpointSource

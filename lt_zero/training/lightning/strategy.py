@@ -34,7 +34,6 @@ from lt_zero.core.engine.engine import Engine
 from lt_zero.core.followers import end_fit
 from lt_zero.training.lightning import setup as set_up
 from lt_zero.training.lightning.arguments import explained
-from lt_zero.training.lightning.launchers import TrainerLauncher
 from lt_zero.training.lightning.metrics import count_all_ranks, count_data_ranks
 from lt_zero.training.lightning.precision import ZeroPrecision
 from lt_zero.training.lightning.reconcile import Reconciler
@@ -212,6 +211,8 @@ class ZeroStrategy(RunQueries):
             return
         super()._configure_launcher()
         if self._start_method != "popen":
+            from lt_zero.training.lightning.process_launchers import TrainerLauncher
+
             self._launcher = TrainerLauncher(self, self._start_method)
 
     @override

@@ -16,7 +16,8 @@ import torch
 
 from lt_zero.common.errors import CheckpointError
 from lt_zero.core.stores import checked_file
-from lt_zero.core.stores.checked_file import BlockReader, FileSink, Sink, StreamSink, WriterPool
+from lt_zero.core.stores.block_reader import BlockReader
+from lt_zero.core.stores.checked_file import FileSink, Sink, StreamSink, WriterPool
 from tests.support.offload_tools import noise
 
 

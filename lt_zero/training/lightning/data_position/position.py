@@ -65,7 +65,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import lightning.pytorch as pl
 import torch
@@ -82,12 +82,14 @@ from lt_zero.training.lightning.data_position.epochs import Epochs
 from lt_zero.training.lightning.data_position.inexact import inexact
 from lt_zero.training.lightning.data_position.iteration import RESTS, correct_counters, do_rest, rest_of
 from lt_zero.training.lightning.data_position.logged import EpochValues, are_values, restore_values, saved_values
-from lt_zero.training.lightning.data_position.openings import Opening, Openings
 from lt_zero.training.lightning.data_position.own_state import OwnState, are_states, reader_of, same_states
 from lt_zero.training.lightning.data_position.plain_values import LONGEST
 from lt_zero.training.lightning.data_position.random_state import RandomStates, own_or_derived
 from lt_zero.training.lightning.data_position.request import LoaderRequest
 from lt_zero.training.lightning.data_position.witness import Witness
+
+if TYPE_CHECKING:
+    from lt_zero.training.lightning.data_position.openings import Opening, Openings
 
 POSITION = "lt_zero_progress"
 _VERSION = 2
@@ -126,7 +128,8 @@ class DataPosition:
     def watch(self, trainer: pl.Trainer) -> None:
         """A fit begins. Loaders may exist already, if user code has read the number of steps."""
         if self._over:
-            self._feed.live, self._over = False, False
+            self._feed.live = False
+            self._over = False
             self._reset(trainer)
             self._request.watch(trainer)
         # All of an accumulation window, one that Lightning reads ahead, and the read that finds no other.
@@ -232,7 +235,8 @@ class DataPosition:
 
     def finish(self) -> None:
         """The run has ended; its position can still be saved."""
-        self._feed.live, self._over = False, True
+        self._feed.live = False
+        self._over = True
         self._request.release()
         self._show_advice()
         for position in self._feed.positions:
@@ -274,7 +278,8 @@ class DataPosition:
         """This rank's states as plain containers and tensors. Draws no random number."""
         if self._loaded is not None:
             return self._loaded  # nothing was trained since
-        now, feed = self._before_validation or RandomStates.now(), self._feed
+        now = self._before_validation or RandomStates.now()
+        feed = self._feed
         consumed, repeats, ended, counted = self._consumed()
         again: list[Moment] = []  # from the first batch that a resumed run reads again
         open_window = 0  # micro-batches of an incomplete accumulation window are repeated
@@ -342,7 +347,8 @@ class DataPosition:
         for number, state in enumerate(states):
             _check(state, f"{POSITION}[{number}]")
         number = rank if rank < len(states) else 0
-        own, where = states[number], f"{POSITION}[{number}]"
+        own = states[number]
+        where = f"{POSITION}[{number}]"
         upcoming = [
             own_or_derived([RandomStates.of(s["states"][i], where) for s in states if i < len(s["states"])], rank)
             for i in range(len(own["states"]))
@@ -386,7 +392,8 @@ class DataPosition:
     def _scale_counters(self, state: dict[str, Any]) -> None:
         """See Note [Resuming with another batch size]. Warns about loaders that lose their position."""
         assert self._trainer is not None
-        saved, positions = state["loaders"], self._feed.positions
+        saved = state["loaders"]
+        positions = self._feed.positions
         reasons = [f"{name} cannot be tracked" for name in self._feed.untracked]
         if not reasons and len(positions) != len(saved):
             reasons = [f"there are {len(positions)} loaders, but {len(saved)} when the checkpoint was saved"]
@@ -398,7 +405,8 @@ class DataPosition:
             )
         if not (saved and positions) or saved[0]["unit"] == positions[0].unit:
             return
-        saved_unit, unit = saved[0]["unit"], positions[0].unit
+        saved_unit = saved[0]["unit"]
+        unit = positions[0].unit
         shift = -(-state["consumed"] * saved_unit // unit) - state["consumed"]
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         for tracker in (progress.total, progress.current):
@@ -607,9 +615,13 @@ class LoaderPlace:
         start = packed["start"]
         opening = packed.get("opening")
         witness = packed["witness"]
+        if opening is not None:
+            from lt_zero.training.lightning.data_position.openings import Opening
+
+            opening = Opening.of(opening, where)
         read = {
             "start": RandomStates.of(start, where) if start is not None else None,
-            "opening": Opening.of(opening, where) if opening is not None else None,
+            "opening": opening,
             "witness": Witness.of(witness, where) if witness is not None else None,
         }
         return cls(**{**packed, **read})
@@ -652,7 +664,8 @@ class LoaderPosition:
     """The position in one training loader, and the random states that the current pass began with."""
 
     def __init__(self, feed: Feed, loader: Any, world: int) -> None:
-        self._feed, self.loader = feed, loader
+        self._feed = feed
+        self.loader = loader
         self.stateful = is_stateful(loader)
         sizes = [asked(x, "batch_size") for x in (loader, asked(loader, "batch_sampler"))]
         size = next((size for size in sizes if isinstance(size, int) and size > 0), 1)
@@ -663,7 +676,11 @@ class LoaderPosition:
         self.at = LoaderPlace(self.unit, ranks=self.ranks, workers=self.workers)
         self.make: Make | None = None
         self.own = OwnState(loader, self.stateful)
-        self._openings = Openings(loader, self.own) if self.stateful else None
+        self._openings: Openings | None = None
+        if self.stateful:
+            from lt_zero.training.lightning.data_position.openings import Openings
+
+            self._openings = Openings(loader, self.own)
         self._before: RandomStates | None = None  # the read that is under way
         # Of a loader that ``skips_indices``: the number of samples in this pass, and the indices of the last batch.
         self._size: int | None = None
@@ -681,7 +698,8 @@ class LoaderPosition:
         feed = self._feed
         if not feed.live:
             return make()
-        self.make, self._last = make, None
+        self.make = make
+        self._last = None
         if feed.closed and self._set_up:
             return make()  # the user's hooks read it before training starts
         self._set_up = True
@@ -714,7 +732,8 @@ class LoaderPosition:
         self.at.start = RandomStates.now()
         self.at.own = self.own.take()
         self.at.fetched = 0
-        self.at.epochs, self.at.witness = self._epochs.state_dict(), None
+        self.at.epochs = self._epochs.state_dict()
+        self.at.witness = None
         self.at.openings += 1
         if self.stateful and not self._goes_on:
             _forget_loaded(self.loader, self.own.parts.values())
@@ -810,11 +829,13 @@ class LoaderPosition:
             # with the first batch.
             self.make()
             self._of_workers = RandomStates.now()
-        self.at.openings, self.at.served = min(place.openings, 1), served
+        self.at.openings = min(place.openings, 1)
+        self.at.served = served
         state = place.state if self._is_alike(place) else None
         if not new_epoch and place.cycled:
             self._resumed.append(iter(()))  # shows Lightning's CombinedLoader the end of this loader again
-            self.at.cycled, self.at.exhausted = True, place.exhausted
+            self.at.cycled = True
+            self.at.exhausted = place.exhausted
         if count > 0 and place.start is not None and not place.exhausted:
             self._resume_pass(place, count, state)
             return
