@@ -48,7 +48,8 @@ from lt_zero.common.progress_bar import progress_bar
 from lt_zero.core.engine.guard import owner_of
 from lt_zero.core.engine.lazy_tensor import LazyTensor, read_now
 from lt_zero.training.lightning.checkpoint_plugin import local_file
-from lt_zero.training.lightning.data_position.position import POSITION, DataPosition
+from lt_zero.training.lightning.data_position.loader_place import POSITION
+from lt_zero.training.lightning.data_position.position import DataPosition
 from lt_zero.training.lightning.setup import RunSnapshot
 from lt_zero.training.restore import Contents, ModuleContents, restore
 

@@ -38,7 +38,8 @@ from lt_zero.training.checkpoints import (
     weights_to_save,
 )
 from lt_zero.training.lightning.checkpoint_plugin import write_file, writes_directories
-from lt_zero.training.lightning.data_position.position import POSITION, DataPosition
+from lt_zero.training.lightning.data_position.loader_place import POSITION
+from lt_zero.training.lightning.data_position.position import DataPosition
 from lt_zero.training.lightning.precision import sharded_of
 from lt_zero.training.lightning.setup import RunSnapshot
 

@@ -63,9 +63,9 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -80,20 +80,18 @@ from lt_zero.common.users_code import warn
 from lt_zero.training.lightning.data_position.attributes import asked, attributes_of, slots_of, write
 from lt_zero.training.lightning.data_position.epochs import Epochs
 from lt_zero.training.lightning.data_position.inexact import inexact
-from lt_zero.training.lightning.data_position.iteration import RESTS, correct_counters, do_rest, rest_of
-from lt_zero.training.lightning.data_position.logged import EpochValues, are_values, restore_values, saved_values
-from lt_zero.training.lightning.data_position.own_state import OwnState, are_states, reader_of, same_states
+from lt_zero.training.lightning.data_position.iteration import rest_of
+from lt_zero.training.lightning.data_position.loader_place import COUNTED, POSITION, VERSION, LoaderPlace, Moment
+from lt_zero.training.lightning.data_position.logged import EpochValues, saved_values
+from lt_zero.training.lightning.data_position.own_state import OwnState, reader_of, same_states
 from lt_zero.training.lightning.data_position.plain_values import LONGEST
 from lt_zero.training.lightning.data_position.random_state import RandomStates, own_or_derived
 from lt_zero.training.lightning.data_position.request import LoaderRequest
 from lt_zero.training.lightning.data_position.witness import Witness
 
 if TYPE_CHECKING:
-    from lt_zero.training.lightning.data_position.openings import Opening, Openings
+    from lt_zero.training.lightning.data_position.openings import Openings
 
-POSITION = "lt_zero_progress"
-_VERSION = 2
-_COUNTED = ("ready", "started", "processed", "completed")  # of Lightning's counters of batches
 _EMPTY = 10  # epochs on end without a batch that end a run which only steps would end
 Make = Callable[[], Iterator[Any]]
 
@@ -178,9 +176,12 @@ class DataPosition:
             self._request.restore_schedule()
             if not self._feed.untracked:
                 self._hide_advice()
+            from lt_zero.training.lightning.data_position import resume
+
             if state["consumed"] and not state["ended"]:
-                self._scale_counters(state)
-            self._restore_logged(state)
+                units = [position.unit for position in self._feed.positions]
+                resume.scale_counters(self._trainer, state, units, self._feed.untracked)
+            resume.restore_logged(self._trainer, state, self._same_ranks)
         if self._upcoming:
             self._upcoming.popleft().apply()
         elif self._ahead is not None:
@@ -192,7 +193,7 @@ class DataPosition:
                 self._begin_epoch()
             elif state["rest"] == "begin" and self._pending is not None:
                 self._restore_pending()  # before hooks that tell samplers the epoch
-            do_rest(self._trainer, state)
+            resume.do_rest(self._trainer, state)
 
     def begin_batch(self) -> None:
         """A batch is trained on next."""
@@ -293,7 +294,7 @@ class DataPosition:
             position.tell_unsaved()
         states = [*(moment.states for moment in again), *([] if again and (repeats or open_window) else [now])]
         return {
-            "version": _VERSION,
+            "version": VERSION,
             "states": [state.state_dict() for state in states[:2]],  # one at set-up and one when training starts
             "consumed": consumed - open_window,
             "ended": ended,
@@ -340,12 +341,14 @@ class DataPosition:
         Raises:
             CheckpointError: the states cannot be read.
         """
+        from lt_zero.training.lightning.data_position.resume import check_state, correct_counters, place_of
+
         if not isinstance(states, Sequence) or not states:
             raise CheckpointError(
                 f"{POSITION}: the states of the saved ranks were expected, not {type(states).__name__}."
             )
         for number, state in enumerate(states):
-            _check(state, f"{POSITION}[{number}]")
+            check_state(state, f"{POSITION}[{number}]")
         number = rank if rank < len(states) else 0
         own = states[number]
         where = f"{POSITION}[{number}]"
@@ -355,7 +358,7 @@ class DataPosition:
         ]
         requests = [s["request"]["states"] for s in states]
         asked = [RandomStates.of(request, where) for request in requests if request is not None]
-        self._pending = [LoaderPlace.of(packed, where) for packed in own["loaders"]]
+        self._pending = [place_of(packed, where) for packed in own["loaders"]]
         self._upcoming = deque(upcoming)
         self._loaded = {**own, "states": [found.state_dict() for found in upcoming]}
         self._same_ranks = len(states) == ranks
@@ -376,43 +379,6 @@ class DataPosition:
                 UserWarning,
             )
 
-    def _restore_logged(self, state: dict[str, Any]) -> None:
-        """Restore logged values. Warns about those of the epoch that cannot be restored."""
-        if (saved := state["logged"]) is None:
-            return
-        assert self._trainer is not None
-        lost = restore_values(self._trainer, saved, self._same_ranks)
-        if lost and state["consumed"] and not state["ended"]:
-            warn(
-                f"Values of the epoch for {', '.join(map(repr, lost))} will cover its batches after this resume only: "
-                "the checkpoint does not have what was logged before.",
-                UserWarning,
-            )
-
-    def _scale_counters(self, state: dict[str, Any]) -> None:
-        """See Note [Resuming with another batch size]. Warns about loaders that lose their position."""
-        assert self._trainer is not None
-        saved = state["loaders"]
-        positions = self._feed.positions
-        reasons = [f"{name} cannot be tracked" for name in self._feed.untracked]
-        if not reasons and len(positions) != len(saved):
-            reasons = [f"there are {len(positions)} loaders, but {len(saved)} when the checkpoint was saved"]
-        if reasons:
-            warn(
-                f"The position in the training loaders cannot be restored: {'; '.join(reasons)}. Samples of this epoch "
-                "may be seen twice. Use a DataLoader, or an object with `state_dict` and `load_state_dict`.",
-                UserWarning,
-            )
-        if not (saved and positions) or saved[0]["unit"] == positions[0].unit:
-            return
-        saved_unit = saved[0]["unit"]
-        unit = positions[0].unit
-        shift = -(-state["consumed"] * saved_unit // unit) - state["consumed"]
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        for tracker in (progress.total, progress.current):
-            for name in _COUNTED:
-                setattr(tracker, name, max(0, getattr(tracker, name) + shift))
-
     def _restore_pending(self) -> None:
         """Restore the saved position, without changing the random states."""
         assert self._pending is not None
@@ -432,7 +398,7 @@ class DataPosition:
         """Let Lightning's counter say what it said when the pass that is read again was read first."""
         assert self._trainer is not None
         counter: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
-        for name in _COUNTED:
+        for name in COUNTED:
             setattr(counter, name, batches)
 
 
@@ -445,30 +411,6 @@ def _seed() -> int | None:
 def _reads_itself(trainer: pl.Trainer) -> bool:
     """True if the module's training step reads the iterator itself; batches that it reads ahead are not tracked."""
     return "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters
-
-
-def _check(state: Any, where: str) -> None:
-    """Raises: CheckpointError."""
-    kinds: dict[type[Any], tuple[str, ...]]
-    kinds = {list: ("states", "loaders"), int: ("consumed",), bool: ("ended", "counted", "window"), dict: ("request",)}
-    if not isinstance(state, dict) or state.get("version") != _VERSION:
-        found = state.get("version") if isinstance(state, dict) else type(state).__name__
-        raise CheckpointError(
-            f"{where}: version {_VERSION} of the position in the data was expected, not {found!r}. Remove the key "
-            f"{POSITION!r} from the checkpoint to resume without it."
-        )
-    wrong = [name for kind, names in kinds.items() for name in names if not isinstance(state.get(name), kind)]
-    wrong += [] if state.get("states") else ["states"]
-    wrong += [] if state.get("rest") in RESTS else ["rest"]
-    wrong += [] if "logged" in state and (state["logged"] is None or are_values(state["logged"])) else ["logged"]
-    wrong += [] if {"epoch", "states"} <= (state.get("request") or {}).keys() else ["request"]
-    for loader in state.get("loaders") or []:
-        wrong += LoaderPlace.faults(loader)
-    if wrong or state["consumed"] < 0:
-        raise CheckpointError(
-            f"{where}: {', '.join(dict.fromkeys(wrong)) or 'the count of batches'} cannot be read. The checkpoint is "
-            f"damaged. Remove the key {POSITION!r} from it to resume without the position in the data."
-        )
 
 
 # ---- training loaders ------------------------------------------------------------------------------------------------
@@ -577,87 +519,6 @@ def _of_the_original(name: str) -> property:
         lambda clone, value: setattr(clone._lt_zero_original, name, value),
         lambda clone: delattr(clone._lt_zero_original, name),
     )
-
-
-@dataclass
-class LoaderPlace:
-    """The place of a loader before a batch."""
-
-    unit: int  # samples of all ranks in a batch
-    start: RandomStates | None = None  # at the start of the pass
-    own: dict[str, Any] = field(default_factory=dict)  # private state at the start of the pass
-    # Now. Where the pass goes on, ``OwnState.take`` may have left out what it sets.
-    own_now: dict[str, Any] = field(default_factory=dict)
-    epochs: dict[str, int] = field(default_factory=dict)  # at the start of the pass
-    epochs_now: dict[str, int] = field(default_factory=dict)
-    fetched: int = 0  # batches in the pass
-    served: int = 0  # batches in the epoch, over several passes
-    openings: int = 0  # passes with the same workers
-    cycled: bool = False  # whether the loader has ended in this epoch
-    exhausted: bool = False  # whether the pass has ended
-    state: Any = None  # of a loader that resumes by itself; None: it has none, or was not asked
-    opening: Opening | None = None  # of the sampler of such a loader
-    witness: Witness | None = None
-    ranks: int | None = None  # that saw different data; None: not known
-    workers: int | None = None  # that load; None: not known
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain containers and tensors, and what the loader's own state has."""
-        packed = dict(vars(self))
-        for name in ("start", "opening", "witness"):
-            if packed[name] is not None:
-                packed[name] = packed[name].state_dict()
-        return packed
-
-    @classmethod
-    def of(cls, packed: dict[str, Any], where: str) -> LoaderPlace:
-        """Restore from ``state_dict`` without ``faults``. Raises: CheckpointError."""
-        start = packed["start"]
-        opening = packed.get("opening")
-        witness = packed["witness"]
-        if opening is not None:
-            from lt_zero.training.lightning.data_position.openings import Opening
-
-            opening = Opening.of(opening, where)
-        read = {
-            "start": RandomStates.of(start, where) if start is not None else None,
-            "opening": opening,
-            "witness": Witness.of(witness, where) if witness is not None else None,
-        }
-        return cls(**{**packed, **read})
-
-    @classmethod
-    def faults(cls, packed: Any) -> list[str]:
-        """Names of what cannot be read."""
-        # Checkpoints from before there were openings, or numbers of ranks or workers, have none.
-        later = ("opening", "ranks", "workers")
-        if not isinstance(packed, dict) or {*later, *packed} != {known.name for known in fields(cls)}:
-            return ["loaders"]
-        if wrong := [name for name in later[1:] if not isinstance(packed.get(name), (int, type(None)))]:
-            return wrong
-        numbers = [packed[name] for name in ("fetched", "served", "openings", "unit")]
-        if not all(isinstance(number, int) and number >= 0 for number in numbers) or packed["unit"] < 1:
-            return ["loaders"]
-        if wrong := [name for name in ("own", "own_now") if not are_states(packed[name])]:
-            return wrong
-        maps = [packed["epochs"], packed["epochs_now"]]
-        if not all(isinstance(found, dict) and all(isinstance(e, int) for e in found.values()) for found in maps):
-            return ["epochs"]
-        opening = packed.get("opening")
-        if opening is not None and not (isinstance(opening, dict) and are_states(opening.get("own"))):
-            return ["opening"]
-        witness = packed["witness"]
-        if witness is not None and not Witness.can_be_read(witness):
-            return ["witness"]
-        return []
-
-
-class Moment(NamedTuple):
-    """A point before a combined batch of all loaders, to which a resumed run can go back."""
-
-    states: RandomStates
-    served: int  # batches of the epoch before it
-    places: list[LoaderPlace]
 
 
 class LoaderPosition:
