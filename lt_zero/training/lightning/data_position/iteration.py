@@ -1,4 +1,4 @@
-"""The rest of the iteration in which a checkpoint is saved: a resumed run does it before the next batch (rest.py).
+"""The rest of the iteration in which a checkpoint is saved: a resumed run does it before the next batch (resume.py).
 
 Note [The rest of an iteration]
     Checkpoints are saved in hooks, in the middle of Lightning's loops. In the run that is not interrupted the rest of
