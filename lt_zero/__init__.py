@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lt_zero.config import ConfigError as ConfigError
     from lt_zero.config import ZeroConfig as ZeroConfig
     from lt_zero.config.blocks import ActivationCheckpointing as ActivationCheckpointing
-    from lt_zero.core.comm.process_groups import init_distributed as init_distributed
+    from lt_zero.core.comm.launched_group import init_distributed as init_distributed
     from lt_zero.core.engine.full_params import gathered as gathered
     from lt_zero.core.engine.materialize import empty_weights as empty_weights
     from lt_zero.core.engine.uneven_forwards import synced as synced
@@ -99,7 +99,7 @@ _MODULES = {
     "full_state": "training.loop.access",
     "gathered": "core.engine.full_params",
     "inference": "training.inference",
-    "init_distributed": "core.comm.process_groups",
+    "init_distributed": "core.comm.launched_group",
     "initialize": "training.loop.initialize",
     "last_checkpoint": "checkpoint.last",
     "load_from_checkpoint": "training.lightning.load",

@@ -18,7 +18,8 @@ from lt_zero.common import accelerator
 from lt_zero.config.load import examine
 from lt_zero.config.options import communication_options, group_options
 from lt_zero.core.ask import configure_group
-from lt_zero.core.comm.process_groups import init_distributed, is_part, joining
+from lt_zero.core.comm.launched_group import init_distributed
+from lt_zero.core.comm.process_groups import is_part, joining
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.construction import ConstructionSharder

@@ -62,6 +62,7 @@ KNOW_LIGHTNING = {
     "ray",
     "common/compat/of_lightning",
     "common/compat/of_lightning_loops",
+    "common/compat/of_loggers",
 }
 COLLECTIVES = (
     *("core/comm/", "core/health/", "common/compat", "exchange/compression", "features/late_nodes/tolerance"),

@@ -193,15 +193,15 @@ def test_the_core_imports_no_more_of_features_and_the_configuration_than_it_did(
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
-    """Fits of this package, of one that needs a file which only this one has, and of this one without any feature.
+    """Fits of this package, of one that needs a file which only this one has, of this one without any feature.
 
-    One process starts all three.
+    And of this one at stage 0, which saves one file. One process starts all four.
     """
     other = tmp_path_factory.mktemp("other") / "lt_zero"
     other.mkdir()
     (other / "__init__.py").write_text("from lt_zero.features.tiles import loss\n")
     bare = without_features(PACKAGE, tmp_path_factory.mktemp("bare"), feature_folders(PACKAGE))
-    return fits([Job(3, PACKAGE), Job(3, other), Job(3, bare)])
+    return fits([Job(3, PACKAGE), Job(3, other), Job(3, bare), Job(0, PACKAGE)])
 
 
 def test_a_default_fit_loads_no_more_than_it_did(outcomes: list[Outcome]) -> None:
@@ -209,6 +209,9 @@ def test_a_default_fit_loads_no_more_than_it_did(outcomes: list[Outcome]) -> Non
     assert not problem
     keep_list("files that a default fit loads", files)
     keep_number("lines that a default fit loads", total(by_part(PACKAGE, files)).lines)
+    files, problem = outcomes[3]
+    assert not problem
+    keep_number("lines that a default fit loads at stage 0", total(by_part(PACKAGE, files)).lines)
 
 
 def test_a_fit_takes_the_package_from_its_folder_only(outcomes: list[Outcome]) -> None:

@@ -18,7 +18,7 @@ from lt_zero.checkpoint.open import open_source
 from lt_zero.checkpoint.source import CheckpointSource
 from lt_zero.common.errors import CheckpointError
 from lt_zero.core.engine.compute_copy import State
-from lt_zero.core.engine.full_params import full_parameters
+from lt_zero.core.engine.full_values import full_parameters
 from lt_zero.core.engine.guard import owner_of
 from lt_zero.core.stores.pinned import rounded
 from lt_zero.kernels.codecs import INT8

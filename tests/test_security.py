@@ -138,7 +138,7 @@ def test_only_the_kernels_are_loaded() -> None:
                     evaluates.add((path.name, name))
     assert loads == {"compiler.py"}
     # What ranks send each other, see the page's last heading; and ``objects.pkl``, with ``weights_only=False`` only.
-    places = {"objects.py", "ranks.py", "rank_state.py", "archive.py"}
+    places = {"objects.py", "ranks.py", "values_of_ranks.py", "archive.py"}
     assert evaluates == {("objects.py", "pickle.load"), *((place, "pickle.loads") for place in places)}
 
 
@@ -183,9 +183,10 @@ def test_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 @says("It can have wrong values in weights, states and counters; such a checkpoint looks like a good one.")
 def test_nothing_signs_a_manifest() -> None:
     from lt_zero.checkpoint.native.directory import Manifest
+    from lt_zero.checkpoint.native.manifest_reader import parsed
 
     text = Manifest({}, {}, [], {}, [], {}).dump()  # anybody can write one with fitting checksums
-    assert Manifest.parse(text.encode(), "manifest.json").dump() == text
+    assert parsed(text.encode(), "manifest.json").dump() == text
 
 
 @says("Shared memory between ranks has no name that another process could open.")

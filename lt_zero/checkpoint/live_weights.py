@@ -20,7 +20,7 @@ from lt_zero.checkpoint.source import Format, SavedOptimizer, Spec
 from lt_zero.common import plain_names
 from lt_zero.common.errors import CheckpointError
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.engine.full_params import refuse_parts
+from lt_zero.core.engine.full_values import refuse_parts
 from lt_zero.core.engine.whole_model import WholeModel
 
 _END = ""

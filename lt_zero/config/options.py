@@ -20,7 +20,7 @@ from lt_zero.core.comm.options import CommunicationOptions, GroupOptions, Record
 from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.options import EngineOptions, LeafModules, ParamsOffload, StatesOffload
 from lt_zero.core.engine.partition import hidden_size, widths_of
-from lt_zero.core.stores.thread_pool import IoOptions
+from lt_zero.core.stores.io_options import IoOptions
 
 _Options = TypeVar("_Options", CommunicationOptions, LeafModules, StatesOffload, ParamsOffload)
 

@@ -17,7 +17,7 @@ from lt_zero.common.arguments import expect, expect_number
 from lt_zero.config import ZeroConfig
 from lt_zero.config.load import Loaded, examine, plain
 from lt_zero.config.options import communication_options
-from lt_zero.core.comm import process_groups
+from lt_zero.core.comm import launched_group, process_groups
 from lt_zero.core.comm.options import CommunicationOptions
 from lt_zero.core.comm.process_groups import rank_and_size
 from lt_zero.core.health.before_joining import watch_start
@@ -259,7 +259,7 @@ def init_distributed(
     world_size: int = -1,
 ) -> None:
     """``lt_zero.init_distributed`` with DeepSpeed's order of arguments; a single process gets a group of its own."""
-    process_groups.init_distributed(
+    launched_group.init_distributed(
         dist_backend,
         timeout,
         init_method=init_method,

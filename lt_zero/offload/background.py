@@ -34,8 +34,9 @@ import torch
 from lt_zero.common import accelerator
 from lt_zero.common.phases import phase
 from lt_zero.common.worker import Worker
+from lt_zero.core.stores.io_options import SwapError
 from lt_zero.core.stores.store import Store
-from lt_zero.core.stores.thread_pool import LOOK, SwapError, check_alive
+from lt_zero.core.stores.thread_pool import LOOK, check_alive
 
 _in_thread = threading.local()
 _EXIT_PATIENCE = 30.0  # seconds to wait at exit for the running job

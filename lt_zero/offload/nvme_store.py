@@ -35,9 +35,10 @@ from lt_zero.common.moment_form import MomentForm
 from lt_zero.common.phases import phase
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.units import exact_bytes
+from lt_zero.core.stores.io_options import IoOptions, SwapError
 from lt_zero.core.stores.pinned import BufferPool, aligned_buffer, host_buffer, rounded
 from lt_zero.core.stores.store import CODES, STATE, WEIGHTS, Place, Sized, Speed, Store, record_nbytes
-from lt_zero.core.stores.thread_pool import IoOptions, IoPool, SwapError, Transfer
+from lt_zero.core.stores.thread_pool import IoPool, Transfer
 from lt_zero.offload.host_store import FedStore, HostLink, StreamedStore
 from lt_zero.offload.private_folder import SwapFolder
 from lt_zero.offload.swap_file import Nowhere, SwapFile
@@ -217,7 +218,7 @@ class NvmeFiles:
         pin: bool = False,
     ) -> None:
         self.folder = SwapFolder(path, rank)
-        self.pool = files.pool()
+        self.pool = IoPool.of(files)
         self._numels, self.room, self.where = list(numels), room, str(self.folder.path.parent)
         self._moments = list(moments)
         self._trains = list(trains or [True] * len(numels))

@@ -32,7 +32,8 @@ from pathlib import Path
 
 from lt_zero.common.units import exact_bytes
 from lt_zero.core.stores.direct_file import free_bytes, trouble
-from lt_zero.core.stores.thread_pool import SwapError, log
+from lt_zero.core.stores.io_options import SwapError
+from lt_zero.core.stores.thread_pool import log
 
 _LOCK = "lock"
 _NEW = ".new"

@@ -18,8 +18,9 @@ from pathlib import Path
 from torch import Tensor
 
 from lt_zero.core.stores.direct_file import BlockFile, trouble
+from lt_zero.core.stores.io_options import SwapError
 from lt_zero.core.stores.pinned import check_buffer, checksum, rounded
-from lt_zero.core.stores.thread_pool import EXIT_PATIENCE, IoPool, SwapError, Transfer, log
+from lt_zero.core.stores.thread_pool import EXIT_PATIENCE, IoPool, Transfer, log
 
 _told: set[str] = set()
 

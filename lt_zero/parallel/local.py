@@ -24,7 +24,7 @@ from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.core.comm.part_ranks import PartRanks
 from lt_zero.core.engine.guard import called_on_guarded, is_guarded
 from lt_zero.core.engine.lazy_tensor import part_of, whole
-from lt_zero.core.engine.sharded_grad import IN_PLACE, NORMS, SAME, asked_norm
+from lt_zero.core.engine.sharded_calls import IN_PLACE, NORMS, SAME, asked_norm
 from lt_zero.parallel.first_gradients import FirstGradients
 
 

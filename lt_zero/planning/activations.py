@@ -32,7 +32,8 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import dtype_policy, resolve_mode
 from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.find_units import find_repeated
-from lt_zero.core.engine.fp32_modules import Fp32Modules, install_fp32_modules
+from lt_zero.core.engine.fp32_hooks import install_fp32_modules
+from lt_zero.core.engine.fp32_modules import Fp32Modules
 from lt_zero.core.engine.partition import fp32_modules_of
 from lt_zero.features import is_installed, require
 

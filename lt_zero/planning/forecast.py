@@ -462,7 +462,7 @@ class _Sums:
         trained = self.trained
         setup = self.setup
         files = max((read_nbytes(row, setup) for row in self.stored), default=0)
-        if not self.config.sharded_checkpoints:  # full_params.gather_own
+        if not self.config.sharded_checkpoints:  # full_values.gather_own
             widest = [
                 max(
                     r.precision.itemsize,
@@ -472,7 +472,7 @@ class _Sums:
                 for r in rows
             ]
             sizes = [r.numel * itemsize for r, itemsize in zip(rows, widest, strict=True) if r.shard_numel != r.numel]
-            joined = max((math.prod(spec.global_shape) for spec in self.plan.parts), default=0)  # full_params.joined
+            joined = max((math.prod(spec.global_shape) for spec in self.plan.parts), default=0)  # full_values.joined
             copied = max(sizes, default=0) + joined * torch.float32.itemsize
             return [(DEVICE, COPY, copied), (self.memory, OFFLOAD, files)]
         copy = 0

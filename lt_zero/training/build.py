@@ -39,16 +39,14 @@ from lt_zero.core import ask
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.bucket import Bucket
-from lt_zero.core.engine.compiled_blocks import compile_blocks
 from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.engine import Engine, has_groups
-from lt_zero.core.engine.fp32_modules import Fp32Modules, install_fp32_modules
+from lt_zero.core.engine.fp32_modules import Fp32Modules
 from lt_zero.core.engine.gather import Unit, remedy
 from lt_zero.core.engine.guard import Owner, owner_of
 from lt_zero.core.engine.loading import install_load_hooks
 from lt_zero.core.engine.materialize import Materializer
 from lt_zero.core.engine.options import EngineOptions
-from lt_zero.core.engine.outside_steps import AutocastOutsideOfSteps
 from lt_zero.core.engine.partition import (
     BucketPlan,
     EnginePlan,
@@ -192,6 +190,8 @@ def _shard(
         if training and group.world.rank == 0:
             _tell_cost(plan, config, policy, group)
         if not config.compile.disable:
+            from lt_zero.core.engine.compiled_blocks import compile_blocks
+
             undo.callback(compile_blocks(module, config.compile.backend, config.compile.kwargs, group).remove)
         installed = undo.pop_all()
         undo_at_error.pop_all()
@@ -269,10 +269,14 @@ def _build(
     _configs[engine] = config
     offload_manager.check(world, "the files of states")
     if policy.low and policy.compute is not None:
+        from lt_zero.core.engine.fp32_hooks import install_fp32_modules
+
         engine.handles.extend(
             install_fp32_modules(plan.fp32_modules, policy.compute, device.type, cast_back=not policy.autocast)
         )
     if policy.low and policy.compute is not None and policy.autocast:
+        from lt_zero.core.engine.outside_steps import AutocastOutsideOfSteps
+
         low = {id(p) for bucket in engine.buckets if bucket.dtype == policy.compute for p in bucket.params}
         having = [child for child in module.modules() if any(id(p) in low for p in child.parameters())]
         engine.handles.append(AutocastOutsideOfSteps(having, policy.compute, device.type))

@@ -32,7 +32,6 @@ from lt_zero.checkpoint.native.rank_state import (
     RESIDUALS,
     feature_states,
     rank_buffers,
-    residual_state,
 )
 from lt_zero.checkpoint.native.save import TRAINED_WEIGHTS, Bundle, bundle, make_directory, stage, write
 from lt_zero.common import plain_names
@@ -152,8 +151,11 @@ def beside(engines: Mapping[str, Engine], sharded: bool = True) -> dict[str, Any
     found: dict[str, Any] = {}
     buffers: dict[str, Any] = {}
     for prefix, engine in engines.items():
-        if engine.exchange.remembers and (owed := residual_state(engine, sharded)) is not None:
-            found[RESIDUALS] = owed  # of one engine only: session.py, ``Session.build``
+        if engine.exchange.remembers:
+            from lt_zero.checkpoint.native.residuals import residual_state
+
+            if (owed := residual_state(engine, sharded)) is not None:
+                found[RESIDUALS] = owed  # of one engine only: session.py, ``Session.build``
         if not engine.buffers.enabled and (different := rank_buffers(engine, prefix)) is not None:
             buffers |= different["buffers"]
             found[RANK_BUFFERS] = {"ranks": engine.world.size, "buffers": buffers}

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lt_zero.checkpoint.open import load_same, opened_source
+from lt_zero.checkpoint.open import opened_source
+from lt_zero.checkpoint.same import load_same
 from lt_zero.checkpoint.source import CheckpointSource
 from lt_zero.common import plain_names
 from lt_zero.common.arguments import expect

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lt_zero.common.places import load_if_installed
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import on_min_scale
 from lt_zero.core.engine.dtypes import DtypePolicy
-from lt_zero.core.step.loss_scale import LossScaleController
-from lt_zero.core.step.overflow import OverflowReport
+from lt_zero.core.step.loss_scale import LossScaleController, plain_report
+
+if TYPE_CHECKING:
+    from lt_zero.core.step.overflow import OverflowReport
 
 
 def loss_scale_controller(config: ZeroConfig, policy: DtypePolicy) -> LossScaleController:
@@ -17,5 +21,5 @@ def loss_scale_controller(config: ZeroConfig, policy: DtypePolicy) -> LossScaleC
 
 def _report() -> OverflowReport:
     named = load_if_installed("lt_zero.training.overflow:NamedOverflow")
-    made: OverflowReport = named() if named is not None else OverflowReport()
+    made: OverflowReport = named() if named is not None else plain_report()
     return made

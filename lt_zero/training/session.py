@@ -37,7 +37,6 @@ from lt_zero.core.followers import follow
 from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.core.step.param_groups import compare_optimizers, compare_options
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
-from lt_zero.core.step.skipped_steps import hold_schedule
 from lt_zero.core.step.supported_optimizers import states_per_element
 from lt_zero.features import features_of
 from lt_zero.planning.check import check_optimizers
@@ -283,6 +282,8 @@ class Session:
     def hold(self, schedule: Any, number: int, config: ZeroConfig) -> None:
         """Let a schedule wait while steps of optimizer ``number`` are skipped, unless ``on_skipped_step`` says not."""
         if self.loss_scale.checks and config.on_skipped_step != "advance":
+            from lt_zero.core.step.skipped_steps import hold_schedule
+
             hold_schedule(schedule, self.loss_scale.counter(number))
 
     # ---- a step ------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_zero.checkpoint.native import chunks
-from lt_zero.checkpoint.native.chunks import Chunk, meeting
-from lt_zero.checkpoint.native.directory import Manifest, ManifestEntry
+from lt_zero.checkpoint.native import chunks, manifest_reader
+from lt_zero.checkpoint.native.chunks import meeting
+from lt_zero.checkpoint.native.directory import Chunk, Manifest, ManifestEntry
 from lt_zero.common.boxes import Box, ParamSpec, cut_range
 from lt_zero.common.errors import CheckpointError
 from lt_zero.core.engine.layout import plan_bucket
@@ -51,7 +51,7 @@ def manifest(tensors: dict[str, tuple[tuple[int, ...], list[Chunk]]]) -> Manifes
 
 
 def parsed(made: Manifest) -> Manifest:
-    return Manifest.parse(made.dump().encode(), "manifest.json")
+    return manifest_reader.parsed(made.dump().encode(), "manifest.json")
 
 
 @st.composite
@@ -124,8 +124,8 @@ def _sealed(text: str) -> bytes:
     ],
 )
 def test_what_the_text_of_chunks_says_is_not_believed(chunk: list[Any], more: str, problem: str) -> None:
-    assert len(Manifest.parse(text_of([[0, 0], [1, 5], 0, 0]), "x").tensors["model.w"].chunks) == 2
-    entry = Manifest.parse(text_of(chunk, more), "manifest.json").tensors["model.w"]
+    assert len(manifest_reader.parsed(text_of([[0, 0], [1, 5], 0, 0]), "x").tensors["model.w"].chunks) == 2
+    entry = manifest_reader.parsed(text_of(chunk, more), "manifest.json").tensors["model.w"]
     for _ in range(2):
         with pytest.raises(CheckpointError, match=f"manifest.json is malformed .*({problem})"):
             meeting(entry.chunks, [Box((0, 0), (1, 1))])

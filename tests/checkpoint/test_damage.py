@@ -24,6 +24,7 @@ from lt_zero import ZeroStrategy
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import README, Manifest
 from lt_zero.checkpoint.native.load import as_lightning
+from lt_zero.checkpoint.native.manifest_reader import parsed
 from lt_zero.checkpoint.open import verify
 from lt_zero.common.errors import CheckpointError
 from lt_zero.core.stores.checked_file import STEP, FileRecord
@@ -289,7 +290,7 @@ class Touches:
 def plant(folder: Path, name: str, data: bytes) -> None:
     """Put a file into a checkpoint and make the manifest vouch for it."""
     (folder / name).write_bytes(data)
-    manifest = Manifest.parse((folder / "manifest.json").read_bytes(), "")
+    manifest = parsed((folder / "manifest.json").read_bytes(), "")
     sums = []
     for start in range(0, len(data), STEP):
         part = data[start : start + STEP]

@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
-from lt_zero.checkpoint.native import archive, directory, plan, save
+from lt_zero.checkpoint.native import archive, directory, manifest_reader, plan, save
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import PendingDirectory
 from lt_zero.checkpoint.native.save import Bundle, DirectoryWriter
 from lt_zero.common import accelerator
 from lt_zero.common.boxes import Box, cut_range, flat_index
 from lt_zero.core.engine.lazy_tensor import Fragment
-from lt_zero.core.stores import checked_file
+from lt_zero.core.stores import block_reader, checked_file
 from lt_zero.core.stores.checked_file import StagingRing
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -210,7 +210,7 @@ def test_boxes_of_ranks_are_one_tensor(tmp_path: Path, rows: int, monkeypatch: p
 
 def test_files_longer_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checksums per block, blocks that tensors share, and reads that begin and end anywhere."""
-    for module in (checked_file, directory):
+    for module in (checked_file, block_reader, directory, manifest_reader):
         monkeypatch.setattr(module, "STEP", 16384)
     want = {f"model.{i}": torch.randn(n) for i, n in enumerate([5, 9000, 1, 4096, 30000, 0, 7])}
     states = [dict[str, Any](), dict[str, Any]()]

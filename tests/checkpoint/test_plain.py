@@ -26,7 +26,8 @@ import lt_zero
 from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.import_ import import_checkpoint
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.plain import MISSING, Key, described, described_keys, restore, to_plain, unknown
+from lt_zero.checkpoint.native.described_keys import described, described_keys, unknown
+from lt_zero.checkpoint.native.plain import MISSING, Key, restore, to_plain
 from lt_zero.common.errors import CheckpointError
 from tests.support.checkpoint_tools import error_of
 from tests.support.lightning_tools import GPT, sharded_trainer, trust

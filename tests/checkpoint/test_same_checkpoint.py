@@ -20,7 +20,7 @@ import lt_zero
 from lt_zero import FabricZeroStrategy
 from lt_zero.checkpoint.native.directory import MANIFEST, README
 from lt_zero.checkpoint.open import digest_of_parts, digest_of_values, of_source, open_source
-from lt_zero.core.stores.checked_file import BlockReader
+from lt_zero.core.stores.block_reader import BlockReader
 from tests.support.checkpoint_tools import SHARDED, error_of, everything, flip_a_value, raised, resume, same, train
 from tests.support.import_tools import source_of
 from tests.support.lightning_tools import FULL, GPT, sharded_trainer, torchrun_env

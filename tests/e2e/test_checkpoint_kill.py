@@ -20,8 +20,8 @@ from lt_zero.checkpoint.native import directory as places
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import PendingDirectory, find
 from lt_zero.checkpoint.native.load import as_lightning, load_module, number_states
+from lt_zero.checkpoint.native.load_states import load_full_optimizer_state
 from lt_zero.checkpoint.native.pieces import (
-    load_full_optimizer_state,
     optimizer_fragments,
     parameter_names,
     weight_fragments,

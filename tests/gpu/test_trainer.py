@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lt_zero import ZeroStrategy
-from lt_zero.core.engine.full_params import full_parameters
+from lt_zero.core.engine.full_values import full_parameters
 from tests.support.lightning_tools import trust
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lt_zero
 from lt_zero import FabricZeroStrategy
 from lt_zero.common.errors import ConfigError
-from lt_zero.core.engine.full_params import full_parameters
+from lt_zero.core.engine.full_values import full_parameters
 from tests.support.features import skip_without
 from tests.support.lightning_tools import quick, sharded_trainer, torchrun_env
 from tests.support.matrix import only, only_rows

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lt_zero import FabricZeroStrategy
-from lt_zero.core.engine.full_params import full_parameters
+from lt_zero.core.engine.full_values import full_parameters
 from lt_zero.parallel import Pipeline
 from lt_zero.parallel.pipeline.position import Position
 from tests.support.lightning_tools import torchrun_env

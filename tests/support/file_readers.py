@@ -19,7 +19,8 @@ from lt_zero.checkpoint.universal import earlier_of
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.config.blocks.monitoring import CsvMonitor
 from lt_zero.config.load import examine
-from lt_zero.core.stores.checked_file import BlockReader, FileRecord
+from lt_zero.core.stores.block_reader import BlockReader
+from lt_zero.core.stores.checked_file import FileRecord
 from lt_zero.planning.tune_cli import _check_output
 from lt_zero.training.lightning.monitor.plot import read_drawn
 from lt_zero.training.lightning.monitor.reading import LogsError
@@ -136,7 +137,7 @@ READERS: list[tuple[str, str, Callable[[Path], object]]] = [
     ("checkpoint/native/records.py", "a.pt", open_source),
     ("checkpoint/native/saved_file.py", "a.pt", open_source),
     ("checkpoint/formats/reading.py", ".metadata", lambda file: open_source(file.parent)),
-    ("core/stores/checked_file.py", "weights-00000.pt", _read_blocks),
+    ("core/stores/block_reader.py", "weights-00000.pt", _read_blocks),
     ("training/run_file.py", "lt_zero.jsonl", lambda file: read_drawn(file.parent)),
     ("training/run_file.py", "lt_zero.jsonl", _write_facts),
     ("training/lightning/monitor/reading.py", "metrics.csv", read_drawn),

@@ -26,7 +26,7 @@ from lt_zero.core.comm.world import World
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.engine.full_params import full_parameters, gather_own
+from lt_zero.core.engine.full_values import full_parameters, gather_own
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of
 

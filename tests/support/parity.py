@@ -19,7 +19,7 @@ from lt_zero import ZeroConfig
 from lt_zero.common.flat_storage import FlatStorage
 from lt_zero.core.engine.compute_copy import State
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.engine.full_params import full_parameters, gather_own
+from lt_zero.core.engine.full_values import full_parameters, gather_own
 
 STAGES = [0, 1, 2, 3]
 # The kernels fuse multiply and add, as torch's optimizers do on a CPU with AVX2 and up; elsewhere the last bits differ.

@@ -19,7 +19,7 @@ from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.engine.full_params import full_parameters
+from lt_zero.core.engine.full_values import full_parameters
 from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.parallel import LayerSpec, Pipeline, TiedLayerSpec
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes

@@ -11,7 +11,8 @@ from unittest import mock
 import torch
 
 from lt_zero.config.options import engine_options
-from lt_zero.core.stores.thread_pool import IoPool, SwapError
+from lt_zero.core.stores.io_options import SwapError
+from lt_zero.core.stores.thread_pool import IoPool
 from lt_zero.offload import host_store
 from lt_zero.offload.swap_file import SwapFile
 from tests.support.offload_tools import change, noise

@@ -20,16 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.native.chunks import Chunk, meeting
-from lt_zero.checkpoint.native.directory import MANIFEST, MOST_MANIFEST, Manifest, file_system, is_url, table, texts
-from lt_zero.checkpoint.native.plain import described_keys, restore
+from lt_zero.checkpoint.native.chunks import meeting
+from lt_zero.checkpoint.native.described_keys import described_keys
+from lt_zero.checkpoint.native.directory import MANIFEST, Chunk, file_system, is_url
+from lt_zero.checkpoint.native.manifest_reader import MOST_MANIFEST, parsed, table, texts
+from lt_zero.checkpoint.native.plain import restore
 from lt_zero.checkpoint.native.saved_file import empty_bytes, explained
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.boxes import Box, cut_range, flat_index
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.tensor_tree import dense_tensors
 from lt_zero.core.engine.lazy_tensor import LazyTensor
-from lt_zero.core.stores.checked_file import BlockReader
+from lt_zero.core.stores.block_reader import BlockReader
 from lt_zero.core.stores.direct_file import unreadable
 from lt_zero.core.stores.regular_file import read_bytes
 
@@ -62,7 +64,7 @@ class Archive:
                 f"{path} is not a complete checkpoint: {MANIFEST} cannot be read ({error}). It is written last; "
                 "a kill while saving leaves none. Resume from another checkpoint."
             ) from None
-        self.manifest = Manifest.parse(data, place)
+        self.manifest = parsed(data, place)
         self._blocks.files = self.manifest.files
         if checks_files:
             self.check_files()

@@ -12,23 +12,16 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
 
+from lt_zero.checkpoint.native.directory import Chunk
 from lt_zero.common.boxes import Box, Shape
 
 _MOST = 1 << 58  # elements: their bytes fit into 64 bits
 
 Table = np.ndarray[Any, np.dtype[np.int64]]
-
-
-class Chunk(NamedTuple):
-    """A box of a tensor: its elements, row-major and contiguous, begin at byte ``start`` of ``file``."""
-
-    box: Box
-    file: str
-    start: int
 
 
 class Chunks(Sequence[Chunk]):

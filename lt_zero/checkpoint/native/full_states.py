@@ -18,7 +18,7 @@ from lt_zero.checkpoint.native.pieces import (
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.engine.full_params import gather_own, joined, refuse_parts
+from lt_zero.core.engine.full_values import gather_own, joined, refuse_parts
 from lt_zero.core.engine.lazy_tensor import Fragment
 from lt_zero.core.engine.whole_model import sent
 from lt_zero.core.step.param_groups import compare_options

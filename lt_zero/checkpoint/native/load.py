@@ -26,13 +26,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.checkpoint.native.described_keys import described_keys, unknown
 from lt_zero.checkpoint.native.pieces import (
     names_on_all_ranks,
     on_all_ranks,
     parameter_names,
     parameter_numbers,
 )
-from lt_zero.checkpoint.native.plain import MISSING, described_keys, dotted_path, restore, unknown
+from lt_zero.checkpoint.native.plain import MISSING, dotted_path, restore
 from lt_zero.checkpoint.native.rank_state import RESIDUALS
 from lt_zero.checkpoint.native.save import FABRIC, LOOP, LT_ZERO, REFERENCE, TRAINED_WEIGHTS
 from lt_zero.checkpoint.native.saved_file import VERSION

@@ -21,25 +21,22 @@ from __future__ import annotations
 import collections
 import contextlib
 import enum
-import importlib
 import os
-import pathlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lt_zero.core.engine.lazy_tensor import AbsentTensor, Fragment, LazyTensor
+from lt_zero.core.engine.lazy_tensor import Fragment, LazyTensor
 
-_ATOMS: tuple[Any, ...] = (type(None), bool, int, float, complex, str, bytes)
+ATOMS: tuple[Any, ...] = (type(None), bool, int, float, complex, str, bytes)
 Path = tuple[Any, ...]  # keys from the outermost container to a value
-_TORCH = (torch.dtype, torch.Size, torch.device)
+TORCH = (torch.dtype, torch.Size, torch.device)
 MISSING = "<left out: not a plain value>"
 _DEEPEST = 150  # levels of containers; readers refuse 200, as strangers could use up their stack
 
@@ -103,12 +100,12 @@ class _Converter:
         if isinstance(value, Tensor) and _is_dense(value):
             self._bound += isinstance(value, Fragment | LazyTensor)
             return self.swap(path, value)
-        if type(value) in _ATOMS or isinstance(value, _TORCH):
+        if type(value) in ATOMS or isinstance(value, TORCH):
             return value
         if isinstance(value, enum.Enum):
             return self.convert(value.value, path)
-        if isinstance(value, _ATOMS):  # a number or string of a subclass
-            return next(kind(value) for kind in _ATOMS[2:] if isinstance(value, kind))
+        if isinstance(value, ATOMS):  # a number or string of a subclass
+            return next(kind(value) for kind in ATOMS[2:] if isinstance(value, kind))
         # Who has a container of OmegaConf has imported it.
         if (omegaconf := sys.modules.get("omegaconf")) is not None and isinstance(value, omegaconf.Container):
             # It may contain enums, paths and objects.
@@ -174,9 +171,9 @@ class _Converter:
 
 def _is_dense(value: Tensor) -> bool:
     """True if any process can load ``value``: a tensor of a standard class and layout."""
-    if isinstance(value, AbsentTensor):
+    if isinstance(value, LazyTensor):
         # Raise now instead of during the write.
-        value.whole()
+        value.check_values()
     if isinstance(value, Fragment | LazyTensor):
         return True
     known = type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -232,71 +229,3 @@ def _rename(container: dict[Any, Any], name: Any, key: Any) -> None:
         items = [(key if k == name else k, value) for k, value in container.items()]
         container.clear()
         container.update(items)
-
-
-def described(path: Path, key: Any) -> list[Any] | None:
-    """A plain description of a key: the path of its container, its plain name, its description, and its path as text.
-
-    None: it has none. ``path``: with ``Key(name)`` at its end.
-    """
-    parts = [_describe(part) for part in (*path[:-1], key)]
-    return [parts[:-1], path[-1].name, parts[-1], dotted_path((*path[:-1], key))] if None not in parts else None
-
-
-def unknown(records: Iterable[Any]) -> list[str]:
-    """The paths of described keys of classes that are not loaded."""
-    return [record[-1] for record in records if not described_keys([record])]
-
-
-def described_keys(records: Iterable[Any], trusted: bool = False) -> dict[Path, Any]:
-    """The keys of descriptions, by their paths; those of classes that are not loaded are left out.
-
-    ``trusted``: import the modules of these.
-    """
-    found: dict[Path, Any] = {}
-    for parts, name, last, _ in records:
-        try:
-            *path, key = (_find(part, trusted) for part in (*parts, last))
-        except (LookupError, TypeError, ValueError, AttributeError, ImportError):
-            continue
-        found[(*path, Key(name))] = key
-    return found
-
-
-def _describe(key: Any) -> list[Any] | None:
-    made: list[Any] | None = None
-    if type(key) in _ATOMS or isinstance(key, _TORCH):
-        return ["is", key]
-    if isinstance(key, enum.Enum):
-        made = ["member", type(key).__module__, type(key).__qualname__, key.name]
-    elif isinstance(key, type):
-        made = ["class", key.__module__, key.__qualname__]
-    elif isinstance(key, PurePath):
-        made = ["path", isinstance(key, pathlib.Path), str(key)]
-    elif type(key) in (tuple, frozenset):
-        parts = [_describe(part) for part in (sorted(key, key=repr) if isinstance(key, frozenset) else key)]
-        made = [type(key).__name__, parts] if None not in parts else None
-    try:
-        return made if made is not None and _find(made, trusted=False) == key else None
-    except (LookupError, TypeError, ValueError, AttributeError):
-        return None  # of a class in a function, or without a name of its own
-
-
-def _find(description: list[Any], trusted: bool) -> Any:
-    kind, *rest = description
-    if kind == "is":
-        return rest[0]
-    if kind == "path":
-        return (pathlib.Path if rest[0] else PurePath)(rest[1])
-    if kind in ("tuple", "frozenset"):
-        return {"tuple": tuple, "frozenset": frozenset}[kind](_find(part, trusted) for part in rest[0])
-    module, name, *member = rest
-    if trusted:
-        importlib.import_module(module)
-    found: Any = sys.modules[module]
-    for part in name.split("."):
-        # Read the dict: ``__getattr__`` may do anything.
-        found = vars(found)[part]
-    if not isinstance(found, type) or (kind == "member") != bool(member):
-        raise TypeError(f"{name} is no class")
-    return found.__members__[member[0]] if issubclass(found, enum.Enum) and member else found

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 
-from lt_zero.checkpoint.native.chunks import Chunk
-from lt_zero.checkpoint.native.directory import Manifest, ManifestEntry, PendingDirectory
+from lt_zero.checkpoint.native.directory import Chunk, Manifest, ManifestEntry, PendingDirectory
 from lt_zero.checkpoint.native.pieces import parameter_numbers
-from lt_zero.checkpoint.native.plain import Key, Path, described, dotted_path, to_plain
+from lt_zero.checkpoint.native.plain import Key, Path, dotted_path, to_plain
 from lt_zero.checkpoint.native.plan import (
     Beside,
     BoxesByName,
@@ -209,12 +208,16 @@ def _without_plain_form(values: Mapping[Path, Any]) -> tuple[list[list[Any]], di
     Raises:
         CheckpointError: a key cannot be pickled; names it.
     """
-    keys, left = list[list[Any]](), dict[Path, Any]()
-    for path, value in values.items():
-        if isinstance(path[-1], Key) and (described_key := described(path, value)) is not None:
-            keys.append(described_key)
-        else:
-            left[path] = value
+    keys = list[list[Any]]()
+    left = dict[Path, Any]()
+    if values:
+        from lt_zero.checkpoint.native.described_keys import described
+
+        for path, value in values.items():
+            if isinstance(path[-1], Key) and (described_key := described(path, value)) is not None:
+                keys.append(described_key)
+            else:
+                left[path] = value
     if not left:
         return keys, left, None
     kept, failed = {}, []

@@ -32,17 +32,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import ParamSpec
 
-from lt_zero.common.compat.of_lightning import LoggedCheckpoints as LoggedCheckpoints
 from lt_zero.common.compat.of_lightning import SignalOverride as SignalOverride
 from lt_zero.common.compat.of_lightning import announce_compute_dtype as announce_compute_dtype
 from lt_zero.common.compat.of_lightning import announce_device as announce_device
 from lt_zero.common.compat.of_lightning import asked_precision as asked_precision
 from lt_zero.common.compat.of_lightning import counts_batches as counts_batches
-from lt_zero.common.compat.of_lightning import is_default_logger as is_default_logger
 from lt_zero.common.compat.of_lightning import is_interactive as is_interactive
 from lt_zero.common.compat.of_lightning import is_plain_closure as is_plain_closure
 from lt_zero.common.compat.of_lightning import load_within as load_within
-from lt_zero.common.compat.of_lightning import log_graph_by as log_graph_by
 from lt_zero.common.compat.of_lightning import logged_step as logged_step
 from lt_zero.common.compat.of_lightning import module_from_checkpoint as module_from_checkpoint
 from lt_zero.common.compat.of_lightning import open_first as open_first

@@ -63,15 +63,12 @@ class Hierarchy(Gloo):
         self._sizes = [sizes[number] for number in used]
         # Two threads, each with its own groups: a gather does not wait for a reduction.
         self._gathers, self._sums = ([connections.new_group(axis) for axis in axes] for _ in range(2))
-        self._gathering, self._reducing = CollectiveWorker("gather"), CollectiveWorker("reduce")
+        self._gathering = CollectiveWorker("gather")
+        self._reducing = CollectiveWorker("reduce")
         # Windows of each thread, as all ranks have to allocate them in the same order.
         self._sends = arenas[0] if arenas else None
         self.sends = NODE_WINDOWS if arenas else GLOO
         self._staging: list[_Staging | None] = [_Staging(arena) for arena in arenas[1:]] if arenas else [None, None]
-
-    @classmethod
-    def fits(cls, connections: Connections) -> bool:
-        return bool(connections.sizes)
 
     @classmethod
     def connect(cls, connections: Connections) -> Transport:
@@ -176,7 +173,8 @@ class _Staging:
     """A window through which the ranks of a node exchange shards."""
 
     def __init__(self, arena: SharedArena) -> None:
-        self._arena, self._window = arena, torch.empty(0, dtype=torch.uint8)
+        self._arena = arena
+        self._window = torch.empty(0, dtype=torch.uint8)
 
     def gather(self, blocks: Tensor, ranks: Sequence[int], group: Group) -> None:
         """Fill ``blocks`` ([blocks, ranks, elements]): row i of each block comes from rank i of ``ranks``."""

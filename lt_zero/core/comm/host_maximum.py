@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lt_zero.core.comm.work import CollectiveWorker, Procedure
 
-RING = 4  # ranks, up to which gloo's own all-reduce takes no more time than a thread does
 _TAG = 0x5AC0  # of the messages of the first round
 
 
@@ -23,7 +22,8 @@ class HostMaxima:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._worker = group, CollectiveWorker("flags")
+        self._group = group
+        self._worker = CollectiveWorker("flags")
 
     def launch(self, tensor: Tensor) -> Procedure:
         """Start the maximum of ``tensor``, in place; nothing else may use it until the end."""
@@ -40,14 +40,19 @@ def maximum(tensor: Tensor, group: dist.ProcessGroup) -> None:
     Raises:
         RuntimeError: a connection is closed.
     """
-    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
-    distance, tag = 1, _TAG
+    ranks = dist.get_process_group_ranks(group)
+    rank = dist.get_rank(group)
+    distance = 1
+    tag = _TAG
     while distance < len(ranks):
-        sent, received = tensor.clone(), torch.empty_like(tensor)
-        after, before = ranks[(rank + distance) % len(ranks)], ranks[rank - distance]
+        sent = tensor.clone()
+        received = torch.empty_like(tensor)
+        after = ranks[(rank + distance) % len(ranks)]
+        before = ranks[rank - distance]
         works = [dist.irecv(received, before, group, tag), dist.isend(sent, after, group, tag)]
         for work in works:
             assert work is not None
             work.wait()
         torch.maximum(tensor, received, out=tensor)
-        distance, tag = 2 * distance, tag + 1
+        distance *= 2
+        tag += 1

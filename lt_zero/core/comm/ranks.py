@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,14 +29,17 @@ from torch import Tensor
 from lt_zero.common.descriptors import explain_full_table, fullness, is_full_table
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.users_code import user_line
-from lt_zero.core.comm import host_maximum
-from lt_zero.core.comm.host_maximum import HostMaxima
 from lt_zero.core.comm.objects import gather, packed
 from lt_zero.core.comm.process_groups import backend_of
 from lt_zero.core.comm.shared_memory import FENCES, Barrier, Maxima, SharedArena
 from lt_zero.core.comm.work import CALL, Channel, CollectiveId, CollectiveMonitor, Done, Work, WorkList
 from lt_zero.core.health.hang_detection import HangDetector
 from lt_zero.core.health.verdict import CALLED, OVER
+
+if TYPE_CHECKING:
+    from lt_zero.core.comm.host_maximum import HostMaxima
+
+RING = 4  # ranks, up to which gloo's own all-reduce takes no more time than a thread does
 
 
 class LaunchOrder:
@@ -56,7 +59,8 @@ class LaunchOrder:
     """
 
     def __init__(self, watch: CollectiveMonitor, ranks: Sequence[int], name: str = "") -> None:
-        self._watch, self.ranks = watch, tuple(ranks)
+        self._watch = watch
+        self.ranks = tuple(ranks)
         self._collectives = watch.open(f"collective {name}".strip(), self.ranks)
         self._reductions = watch.open(f"reduction {name}".strip(), self.ranks)
         self.host: dist.ProcessGroup | None = None
@@ -121,8 +125,11 @@ class LaunchOrder:
             return self._maxima.launch(tensor, partial(self._watch.wait, launch=launch))
         assert self.host is not None
         work: Any
-        if self.detector is not None and len(self.ranks) > host_maximum.RING:
-            self._host_maxima = self._host_maxima or HostMaxima(self.host)
+        if self.detector is not None and len(self.ranks) > RING:
+            if self._host_maxima is None:
+                from lt_zero.core.comm.host_maximum import HostMaxima
+
+                self._host_maxima = HostMaxima(self.host)
             work = self._host_maxima.launch(tensor)
         else:
             work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.host, async_op=True)

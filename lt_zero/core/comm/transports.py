@@ -20,12 +20,43 @@ import zlib
 
 import torch
 
-from lt_zero.core.comm.hierarchy import Hierarchy
 from lt_zero.core.comm.ranks import Ranks
 from lt_zero.core.comm.transport import Alone, Backend, Connections, Gloo, Transport
-from lt_zero.core.comm.windows import SharedMemoryTransport
 
-_registered: list[type[Transport]] = [Alone, Hierarchy, SharedMemoryTransport, Gloo, Backend]
+
+class InDimensions(Transport):
+    """gloo in several dimensions: hierarchy.py, which is loaded where the ranks have some."""
+
+    name = "hierarchy"
+
+    @classmethod
+    def fits(cls, connections: Connections) -> bool:
+        return bool(connections.sizes)
+
+    @classmethod
+    def connect(cls, connections: Connections) -> Transport:
+        from lt_zero.core.comm.hierarchy import Hierarchy
+
+        return Hierarchy.connect(connections)
+
+
+class InSharedMemory(Transport):
+    """Memory that all ranks read: windows.py, which is loaded where the ranks share some."""
+
+    name = "windows"
+
+    @classmethod
+    def fits(cls, connections: Connections) -> bool:
+        return connections.arena is not None
+
+    @classmethod
+    def connect(cls, connections: Connections) -> Transport:
+        from lt_zero.core.comm.windows import SharedMemoryTransport
+
+        return SharedMemoryTransport.connect(connections)
+
+
+_registered: list[type[Transport]] = [Alone, InDimensions, InSharedMemory, Gloo, Backend]
 
 
 def register(transport: type[Transport], before: str | None = None) -> None:

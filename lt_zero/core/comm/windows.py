@@ -39,10 +39,6 @@ class SharedMemoryTransport(Gloo):
         self._written = False
         self._read = False
 
-    @classmethod
-    def fits(cls, connections: Connections) -> bool:
-        return connections.arena is not None
-
     # ---- windows -----------------------------------------------------------------------------------------------
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -25,16 +25,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lt_zero.common.worker import Worker
-from lt_zero.core.comm.costs import Costs
 from lt_zero.core.comm.shared_memory import Barrier
 from lt_zero.core.health.awaited_works import work_awaited
+
+if TYPE_CHECKING:
+    from lt_zero.core.comm.costs import Costs
 
 CALL = "roll call"  # the operation of a launch that is a call of the user
 MEETING = "meeting"  # of a launch that is a point of the run

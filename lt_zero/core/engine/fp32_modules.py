@@ -7,21 +7,16 @@ Parameters of a larger module stay fp32 without casts: the module decides what i
 from __future__ import annotations
 
 import difflib
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.torch_version import TorchVersion
-from torch.utils.hooks import RemovableHandle
 
-from lt_zero.common.module_hooks import Hook
-from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.core.engine.find_units import class_matches, clean_name
 
 _LOW = (torch.float16, torch.bfloat16)
@@ -138,65 +133,3 @@ class _Search:
                 called = [c for c in called if self.readers.get(c) is not owner]
                 if not any(True for child in called for _ in child.parameters()):
                     self.add(owner, pattern)
-
-
-class _Calls(threading.local):
-    """Running forwards of fp32 modules, innermost last: the module, its context, the default dtype before it."""
-
-    def __init__(self) -> None:
-        self.open: list[tuple[nn.Module, torch.autocast, torch.dtype]] = []
-
-
-def install_fp32_modules(
-    fp32_modules: Fp32Modules, dtype: torch.dtype, device_type: str, cast_back: bool
-) -> list[RemovableHandle]:
-    """Hook the forwards of fp32 modules; a deep copy of a module shares the hooks, which ignore it.
-
-    Inputs are cast to fp32, autocast on ``device_type`` is off inside, and with ``cast_back`` outputs are cast to
-    ``dtype``. Tensors in nested tuples, lists and dicts are cast; those in other objects are not.
-    """
-    calls, mine = _Calls(), {module for _, module in fp32_modules.modules}
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if module not in mine:
-            return None
-        if torch.get_default_dtype() in _LOW:
-            # No fp32 module runs with this default: what is open was left by a KeyboardInterrupt, which skips hooks.
-            calls.open.clear()
-        context = torch.autocast(device_type, enabled=False)
-        calls.open.append((module, context, torch.get_default_dtype()))
-        context.__enter__()
-        torch.set_default_dtype(torch.float32)
-        widen = _caster(_LOW, torch.float32)
-        return map_tensors(args, widen), map_tensors(kwargs, widen)
-
-    def after(module: nn.Module, args: Any, output: Any) -> Any:
-        if module not in mine or not calls.open or calls.open[-1][0] is not module:
-            return None
-        _, context, default = calls.open.pop()
-        torch.set_default_dtype(default)
-        context.__exit__(None, None, None)
-        if not cast_back or calls.open:
-            return None
-        return map_tensors(output, _caster((torch.float32,), dtype))
-
-    handles: list[RemovableHandle] = []
-    # torch.compile breaks the graph at these hooks. They are registered to run outside of all other hooks.
-    for _, module in fp32_modules.modules:
-        handles.append(module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(Hook(after), always_call=True))
-    return handles
-
-
-def _caster(sources: tuple[torch.dtype, ...], target: torch.dtype) -> Callable[[Tensor], Tensor]:
-    # One cast per object: attention checks whether query, key and value are the same object.
-    done: dict[int, Tensor] = {}
-
-    def cast(tensor: Tensor) -> Tensor:
-        if tensor.dtype not in sources:
-            return tensor
-        if id(tensor) not in done:
-            done[id(tensor)] = tensor.to(target)
-        return done[id(tensor)]
-
-    return cast

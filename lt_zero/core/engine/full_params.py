@@ -1,5 +1,5 @@
-"""The values of sharded parameters outside of their unit's forward: ``gathered``, streaming the full model, functions
-that are called on guarded parameters, and whether the model still has its parameters.
+"""The values of sharded parameters outside of their unit's forward: ``gathered``, functions that are called on guarded
+parameters, and whether the model still has its parameters.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from torch.nn import Parameter
 
 from lt_zero.common.arguments import expect, wrong
 from lt_zero.common.compat import can_assign_data, in_transform, versions_of, without_torch_function
+from lt_zero.core.engine.absent_tensor import AbsentTensor
 from lt_zero.core.engine.bucket import Bucket
-from lt_zero.core.engine.construction import ConstructionSharder
 from lt_zero.core.engine.engine import Engine
+from lt_zero.core.engine.full_values import full_flat
 from lt_zero.core.engine.guard import HANDS_OUT, VIEWS, called, describe, owner_of
-from lt_zero.core.engine.lazy_tensor import AbsentTensor
 from lt_zero.core.engine.loading import read_into
+from lt_zero.core.engine.materialize import Builder
 
 
 def described(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
@@ -64,10 +65,10 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
     """
     found: dict[Bucket, Engine] = {}
     held: dict[Bucket, bool] = {}  # -> whether it was gathered; a bucket in use outside of this context is not held
-    built: dict[ConstructionSharder, list[Parameter]] = {}
+    built: dict[Builder, list[Parameter]] = {}
     for parameter in _parameters_of(target):
         engine: Any = owner_of(parameter)
-        if isinstance(engine, ConstructionSharder):
+        if isinstance(engine, Builder):
             built.setdefault(engine, []).append(parameter)
         if engine is None or id(parameter) not in getattr(engine, "owner", {}):
             continue
@@ -93,8 +94,8 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
     before = [(engine, bucket, _versions(bucket)) for bucket, engine in found.items() if write and _has_parts(bucket)]
     try:
         with ExitStack() as stack:
-            for sharder, parameters in built.items():
-                stack.enter_context(sharder.gathered(parameters, write))
+            for builder, parameters in built.items():
+                stack.enter_context(builder.gathered(parameters, write))
             yield
         if write:
             _put_back_assigned(found)
@@ -162,62 +163,6 @@ def _check_changed(before: list[tuple[Engine, Bucket, list[int]]]) -> None:
                     f"Inside lt_zero.gathered(write=True) some ranks changed parameters ({shown}), and others, which "
                     "have other parts of these tensors, did not. Make the same changes on all ranks."
                 )
-
-
-def full_parameters(engine: Engine) -> Iterator[tuple[str, Parameter, Tensor]]:
-    """Every parameter with its full value in the master's dtype, valid until the next one is asked for. Collective.
-
-    At most one more bucket than before is in memory.
-    """
-    engine.prepare_reading()
-    if engine.offload_manager.overlaps:
-        engine.offload_manager.refuse_partially_stepped(engine.world)
-    for bucket in engine.buckets:
-        flat = full_flat(bucket)
-        for parameter, span in zip(bucket.params, bucket.layout.spans, strict=True):
-            yield span.name, parameter, flat[span.lo : span.hi].view(span.shape)
-        bucket.put_away()
-        engine.offload_manager.check(engine.peers, "weights in files")
-
-
-@torch.no_grad()
-def full_flat(bucket: Bucket) -> Tensor:
-    """All elements (1D) of the bucket's master weights. Collective."""
-    bucket.wait_background_step()
-    bucket.edits.check(values=True)
-    if bucket.resident and not bucket.weights.has_master:
-        return bucket.compute.flat
-    return gather_own(bucket, bucket.weights.values())
-
-
-@torch.no_grad()
-def gather_own(bucket: Bucket, shard: Tensor) -> Tensor:
-    """All elements (1D) of a tensor sharded as the master weights (a moment, the accumulator). Collective."""
-    if bucket.storage.is_whole:
-        return shard
-    flat = torch.empty(bucket.layout.numel, dtype=shard.dtype, device=bucket.group.device)
-    flat[bucket.shard_range[0] : bucket.shard_range[1]] = shard
-    bucket.group.all_gather(flat, bucket.name).wait()
-    return flat
-
-
-def joined(engine: Engine, parameter: Parameter, part: Tensor) -> Tensor:
-    """The full tensor, of which this rank's group has ``part``. Collective."""
-    bucket, index = engine.owner[id(parameter)]
-    return part if bucket.layout.spans[index].spec.is_whole else engine.parts.join(parameter, part)
-
-
-def refuse_parts(engine: Engine, what: str) -> None:
-    """Check that all of each tensor can be had.
-
-    Raises:
-        ValueError: one is a part, and other ranks' parts are out of reach; names it.
-    """
-    for spec in engine.plan.parts[:1] if not engine.parts.joins else ():
-        raise ValueError(
-            f"{what}: of {spec.name!r} of {spec.global_shape} the ranks of this group have {spec.local_box} only. Save "
-            'a checkpoint (checkpoint.format="sharded"), and run `lt-zero export` on it.'
-        )
 
 
 def restore_whole(engine: Engine, join: bool = False) -> None:

@@ -19,16 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from lt_zero.common.boxes import Box
-from lt_zero.common.compat import aliased_arguments, is_view, no_torch_function, wrapper_tensor
-from lt_zero.common.tensor_tree import iter_tensors, map_tensors
+from lt_zero.common.compat import aliased_arguments, no_torch_function, wrapper_tensor
 
 # Reads elements [lo, hi) of a box of the tensor, in row-major order of the box (1D).
 Reader = Callable[[int, int, Box], Tensor]
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 @dataclass
-class _Values:
+class TensorValues:
     """The values of a tensor and its aliases: in ``kept`` (after edits), or to be read."""
 
     read: Reader
@@ -42,28 +41,28 @@ def _on_kept(name: str) -> Any:  # a method that reads the values, keeps them, a
 class LazyTensor(Tensor):
     """A tensor of this shape, dtype and device whose values are read when they are needed."""
 
-    _held: _Values
+    _held: TensorValues
     __torch_function__ = no_torch_function
 
     @staticmethod
     def __new__(
-        cls, shape: tuple[int, ...], dtype: torch.dtype, read: Reader, device: torch.device = _CPU
+        cls, shape: tuple[int, ...], dtype: torch.dtype, read: Reader, device: torch.device = CPU
     ) -> LazyTensor:
         made: LazyTensor = wrapper_tensor(cls, shape, dtype, device)
-        made._held = _Values(read)
+        made._held = TensorValues(read)
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
 
-    def _with(self, values: _Values) -> LazyTensor:
+    def _with(self, values: TensorValues) -> LazyTensor:
         made = type(self)(tuple(self.shape), self.dtype, values.read, self.device)
         made._held = values
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
         kept = self._held.kept
-        made = memo[id(self)] = self._with(_Values(self._held.read, kept.clone() if kept is not None else None))
+        made = memo[id(self)] = self._with(TensorValues(self._held.read, kept.clone() if kept is not None else None))
         return made
 
     def elements(self, lo: int, hi: int, box: Box | None = None) -> Tensor:
@@ -89,6 +88,9 @@ class LazyTensor(Tensor):
         """The full tensor, read now."""
         kept = self._held.kept
         return kept if kept is not None else self.elements(0, self.numel()).view(self.shape)
+
+    def check_values(self) -> None:
+        """Raise the error of reading it, if it is known already that it has no values."""
 
     def keep(self) -> Tensor:
         """The full tensor, read now and kept."""
@@ -142,114 +144,6 @@ class LazyTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.whole().__reduce_ex__(protocol)
-
-
-def _refused(name: str) -> Any:  # a method that raises the error of an absent tensor
-    def refuse(self: AbsentTensor, *args: Any, **kwargs: Any) -> Any:
-        raise self._refuse(name)
-
-    return refuse
-
-
-class AbsentTensor(LazyTensor):
-    """A tensor without values, as of a released parameter: it has metadata, and views of it are such tensors, too.
-
-    It never has memory, so there is nothing that a gather or a release could change under it.
-
-    Args:
-        refuse: makes the error that reading and writing raise, of the name of what was called.
-        strides: default: those of a contiguous tensor.
-        needs_grad: what ``requires_grad`` tells.
-    """
-
-    _refuse: Callable[[str], RuntimeError]
-    _needs_grad: bool
-
-    @staticmethod
-    def __new__(
-        cls,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        refuse: Callable[[str], RuntimeError],
-        device: torch.device = _CPU,
-        strides: tuple[int, ...] | None = None,
-        needs_grad: bool = False,
-    ) -> AbsentTensor:
-        made: AbsentTensor = wrapper_tensor(cls, shape, dtype, device, strides)
-
-        def read(lo: int, hi: int, box: Box) -> Tensor:
-            raise refuse("reading")
-
-        made._held = _Values(read)
-        made._refuse = refuse
-        made._needs_grad = needs_grad
-        return made
-
-    def _like(self, meta: Tensor, needs_grad: bool) -> AbsentTensor:
-        return AbsentTensor(tuple(meta.shape), meta.dtype, self._refuse, self.device, meta.stride(), needs_grad)
-
-    def _with(self, values: _Values) -> LazyTensor:
-        return self._like(_on_meta(self), False)
-
-    # What the parameter's views would tell; torch has none for tensors without a graph.
-    requires_grad: Any = property(lambda self: self._needs_grad)
-    is_leaf: Any = property(lambda self: not self._needs_grad)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs = kwargs or {}
-        absent = next(value for value in iter_tensors((args, kwargs)) if isinstance(value, AbsentTensor))
-        packet = getattr(func, "overloadpacket", None)
-        if packet in _FROM_METADATA:
-            return func(*map_tensors(args, _without_values), **kwargs)
-        if is_view(func):
-            needs_grad = absent._needs_grad and packet is not torch.ops.aten.detach
-            found = func(*map_tensors(args, _on_meta), **kwargs)
-            return map_tensors(found, lambda meta: absent._like(meta, needs_grad))
-        raise absent._refuse(str(func._schema.name).partition("::")[2] if hasattr(func, "_schema") else str(func))
-
-    @property
-    def data(self) -> Tensor:
-        return self._with(self._held)
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        raise self._refuse(".data")
-
-    # What torch does not dispatch, and conversions, which return the tensor itself if they change nothing.
-    numpy = _refused("numpy")
-    data_ptr = _refused("data_ptr")
-    untyped_storage = _refused("untyped_storage")
-    __array__ = _refused("__array__")
-    __dlpack__ = _refused("__dlpack__")
-    tolist = _refused("tolist")
-    share_memory_ = _refused("share_memory_")
-    __reduce_ex__ = _refused("__reduce_ex__")
-    __deepcopy__ = _refused("__deepcopy__")
-    cpu = _refused("cpu")
-    to = _refused("to")
-
-
-_aten = torch.ops.aten
-# Operations that look at the shape, dtype and device of a tensor only.
-_FROM_METADATA = {
-    *(_aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like),
-    *(_aten.randint_like, _aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty_strided),
-}
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    """A tensor with the metadata of an absent one that takes the memory of one element; any other tensor itself."""
-    if not isinstance(tensor, AbsentTensor):
-        return tensor
-    return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    """An absent tensor on the meta device; any other tensor itself."""
-    if not isinstance(tensor, AbsentTensor):
-        return tensor
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def read_now(module: nn.Module) -> None:
@@ -332,8 +226,12 @@ class Fragment(Tensor):
         ranks: tuple[int, ...] = (),
     ) -> Fragment:
         made: Fragment = wrapper_tensor(cls, shape, dtype)
-        made.local, made.lo, made.hi, made.done = local, lo, hi, done
-        made.box, made.ranks = box or Box.whole(shape), ranks
+        made.local = local
+        made.lo = lo
+        made.hi = hi
+        made.done = done
+        made.box = box or Box.whole(shape)
+        made.ranks = ranks
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]

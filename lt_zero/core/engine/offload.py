@@ -9,7 +9,7 @@ from lt_zero.core.comm.ranks import Ranks
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.step_flags import Section
-from lt_zero.core.stores.thread_pool import SwapError
+from lt_zero.core.stores.io_options import SwapError
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,15 @@ from torch.optim import Optimizer
 Options = dict[str, Any]
 # Squared norms, or maxima, of full tensors ([tensors, any], fp64) out of those of fragments. Collective.
 Combine = Callable[[list[Tensor], Tensor], Tensor]
+
+
+class Separability(Enum):
+    """Parts of a model that ranks may step apart, so that an optimizer computes what it does in one process."""
+
+    NOTHING = "it needs all parameters at once, or a loss"
+    PARAMETERS = "each parameter"
+    ELEMENTS = "each element"
+    UNKNOWN = "it could not be tried"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from lt_zero.common.codec import RestingCodec
 from lt_zero.common.moment_form import MomentForm
 from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.weight_rounding import WeightRounding
-from lt_zero.core.stores.thread_pool import IoOptions
+from lt_zero.core.stores.io_options import IoOptions
 
 Device = Literal["none", "cpu", "nvme"]
 

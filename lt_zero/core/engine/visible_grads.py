@@ -20,13 +20,13 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from lt_zero.common.compat import without_torch_function
-from lt_zero.common.norms import VectorNorm
 from lt_zero.common.phases import phase
 from lt_zero.core.comm.ranks import Ranks
 from lt_zero.core.comm.shard_group import ShardGroup, combine_rows
@@ -292,6 +292,13 @@ class GradViews:
         with without_torch_function():
             return [p.grad for b, i, p in places if p.grad is not None and self.shown.get((b, i)) is None]
 
+    @staticmethod
+    def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function of torch with sharded gradients among its arguments; only code of users does."""
+        from lt_zero.core.engine.sharded_calls import call
+
+        return call(func, args, kwargs)
+
     # ---- norms of shown gradients ----------------------------------------------------------------------------------
 
     def norm(self, place: Place, norm_type: float) -> Tensor:
@@ -312,7 +319,10 @@ class GradViews:
 
     @torch.no_grad()
     def _compute_norms(self, norm_type: float) -> dict[Place, Tensor]:
-        places, kind = self._in_order(), VectorNorm(norm_type)
+        from lt_zero.common.norms import VectorNorm
+
+        places = self._in_order()
+        kind = VectorNorm(norm_type)
         device = self._peers.device
         parts = kind.nothing(len(places), device)
         for number, (bucket, index) in enumerate(places):

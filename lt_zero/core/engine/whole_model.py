@@ -23,7 +23,7 @@ from lt_zero.common.progress_bar import progress_bar
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.engine.full_params import full_flat, gather_own, joined, refuse_parts
+from lt_zero.core.engine.full_values import full_flat, gather_own, joined, refuse_parts
 from lt_zero.core.stores.store import Store
 
 _T = TypeVar("_T")

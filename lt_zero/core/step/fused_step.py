@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +27,11 @@ from lt_zero import kernels as ops
 from lt_zero.common.compat import step_hooks, without_grad
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.optimizer_spec import Kernel, Options, SecondPass, chosen, kernel_of
-from lt_zero.core.step.full_norms import FullNorms
 from lt_zero.core.step.param_groups import BucketStep, ShardedParamGroups, StepParam
 from lt_zero.kernels.places import ElementPlace, SteppedFragment, place_table
+
+if TYPE_CHECKING:
+    from lt_zero.core.step.full_norms import FullNorms
 
 log = logging.getLogger("lt_zero")
 

@@ -3,10 +3,7 @@
 The global norm is the overflow test: it is finite exactly if all gradients of all ranks are. The same norm clips, and
 unscaling is multiplied into the clipping factor, so a step reads the gradients once.
 
-Mixed precision training, arXiv:1710.03740, section 3.2: the loss is multiplied by a scale before backward, so that
-small gradients do not vanish in fp16, and the gradients are divided by it before the step. A step whose gradients
-overflowed is skipped, and the scale goes down; after a while without overflow it goes up again. The configuration's
-keys mean what they mean in DeepSpeed 0.19.8.
+The scale itself: loss_scaler.py.
 
 Note [The scale that gradients carry]
     Backward multiplies by the current loss scale, which may change while gradients of another optimizer wait for their
@@ -32,19 +29,21 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lt_zero.common import accelerator
-from lt_zero.common.errors import CheckpointError
 from lt_zero.common.users_code import warn
-from lt_zero.core.engine.dtypes import DtypePolicy, ScalerRules
+from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.step.overflow import OverflowReport
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
-from lt_zero.core.step.skipped_steps import SkipCounter
+
+if TYPE_CHECKING:
+    from lt_zero.core.step.loss_scaler import LossScaler
+    from lt_zero.core.step.overflow import OverflowReport
+    from lt_zero.core.step.skipped_steps import SkipCounter
 
 log = logging.getLogger("lt_zero")
 
@@ -59,97 +58,6 @@ class NonFiniteError(RuntimeError):
     """Gradients are not finite, and ``on_nonfinite`` is ``raise``."""
 
 
-def usable_scale(saved: Any) -> float:
-    """``saved`` as a loss scale.
-
-    Raises:
-        CheckpointError: it is not positive and finite: every gradient would be NaN, or every step skipped.
-    """
-    scale = float(saved)
-    if not (math.isfinite(scale) and scale > 0.0):
-        raise CheckpointError(
-            f"The checkpoint has the loss scale {scale:g}, which has to be a positive finite number. Set "
-            "checkpoint.load_module_only=true to begin a new run with its weights, or use another checkpoint."
-        )
-    return scale
-
-
-class LossScaler:
-    """The current loss scale and its history."""
-
-    def __init__(self, rules: ScalerRules) -> None:
-        self.rules = rules
-        self.scale = rules.initial
-        self._steps = 0
-        self._last_overflow = -1
-        self._patience = rules.hysteresis
-
-    # The read-only interface of ``torch.amp.GradScaler``; scaling, unscaling and stepping are the engine's.
-
-    def is_enabled(self) -> bool:
-        return True
-
-    def get_scale(self) -> float:
-        return self.scale
-
-    def get_growth_factor(self) -> float:
-        return self.rules.growth if self.rules.dynamic else 1.0
-
-    def get_backoff_factor(self) -> float:
-        return self.rules.backoff if self.rules.dynamic else 1.0
-
-    def get_growth_interval(self) -> int:
-        return self.rules.window
-
-    @property
-    def at_minimum(self) -> bool:
-        """True if an overflow can no longer lower the scale."""
-        return self.rules.dynamic and self.scale <= self.rules.minimum
-
-    def go_on_at(self, scale: float) -> None:
-        """Go on at the scale of another implementation, or at the minimum if that is larger."""
-        self.scale = max(scale, self.rules.minimum)
-
-    def update(self, overflow: bool) -> bool:
-        """Account for one step; returns False if the scale should have dropped but is at its minimum."""
-        rules, possible = self.rules, True
-        if not rules.dynamic:
-            return True
-        stable = self._steps - self._last_overflow - 1
-        if overflow:
-            self._last_overflow = self._steps
-            if rules.hysteresis != 1 and self._patience != 1:
-                self._patience -= 1
-            else:
-                possible = self.scale > rules.minimum
-                self.scale = max(self.scale * rules.backoff, rules.minimum)
-        else:
-            grows = stable > 0 and stable % rules.window == 0
-            if grows or rules.consecutive_hysteresis:
-                self._patience = rules.hysteresis
-            if grows:
-                self.scale *= rules.growth
-        self._steps += 1
-        return possible
-
-    def state_dict(self) -> dict[str, Any]:
-        """Scale and counters, numbers only; the rules are the running configuration's."""
-        counts = {"steps": self._steps, "last_overflow": self._last_overflow, "patience": self._patience}
-        return {"scale": self.scale, **counts}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``state_dict``; a static scale stays as configured.
-
-        Raises:
-            CheckpointError: the saved scale is not positive and finite.
-        """
-        if not self.rules.dynamic:
-            return
-        self.scale = usable_scale(state["scale"])
-        self._steps, self._last_overflow = int(state["steps"]), int(state["last_overflow"])
-        self._patience = min(int(state["patience"]), max(1, self.rules.hysteresis))
-
-
 class _SkipFlag:
     """The device's skip flag of one step. See Note [Device skip flag].
 
@@ -160,8 +68,10 @@ class _SkipFlag:
     """
 
     def __init__(self, found_inf: Tensor, sharded: ShardedOptimizer, counter: SkipCounter) -> None:
-        self.sharded, self.counter = sharded, counter
-        self._value, self._copied = found_inf, None
+        self.sharded = sharded
+        self.counter = counter
+        self._value = found_inf
+        self._copied = None
         if accelerator.has_streams(found_inf.device):
             self._value, self._copied = accelerator.fetch(found_inf)
 
@@ -170,6 +80,13 @@ class _SkipFlag:
         if self._copied is not None:
             self._copied.synchronize()
         return bool(self._value)
+
+
+def plain_report() -> OverflowReport:
+    """A report that names no module and no parameter."""
+    from lt_zero.core.step.overflow import OverflowReport
+
+    return OverflowReport()
 
 
 class LossScaleController:
@@ -185,15 +102,22 @@ class LossScaleController:
         self,
         policy: DtypePolicy,
         on_min_scale: str = "raise",
-        report: Callable[[], OverflowReport] = OverflowReport,
+        report: Callable[[], OverflowReport] = plain_report,
     ) -> None:
-        self.scaler = LossScaler(policy.scaling) if policy.scaling is not None else None
+        self.scaler: LossScaler | None = None
+        if policy.scaling is not None:
+            from lt_zero.core.step.loss_scaler import LossScaler  # for fp16 only
+
+            self.scaler = LossScaler(policy.scaling)
         self.checks = policy.check_overflow
         self.skip = False  # the current step is skipped
         self.norm: Tensor | None = None  # 0D, of the unscaled gradients of the current step; None: not computed
-        self._on_min_scale, self._raises = on_min_scale, policy.raise_nonfinite
+        self._on_min_scale = on_min_scale
+        self._raises = policy.raise_nonfinite
         self._plain = policy.compute is None  # fp32: no loss scale
-        self._losses, self._told = 0, self.checks  # see Note [Unchecked steps]
+        # See Note [Unchecked steps].
+        self._losses = 0
+        self._told = self.checks
         self._counters: list[SkipCounter] = []
         self._make_report = report
         self._made: OverflowReport | None = None  # its report
@@ -221,6 +145,8 @@ class LossScaleController:
 
     def counter(self, number: int) -> SkipCounter:
         """The skipped steps of optimizer ``number``."""
+        from lt_zero.core.step.skipped_steps import SkipCounter  # only runs that check their steps skip any
+
         self._counters += [SkipCounter() for _ in range(number + 1 - len(self._counters))]
         return self._counters[number]
 
@@ -309,7 +235,8 @@ class LossScaleController:
     def proceeds(self, sharded: ShardedOptimizer) -> bool:
         """True if ``step`` is to be called; checks again, as user code may have run since ``examine``."""
         if sharded.found_inf is not None and not sharded.skips_on_device():
-            self.skip, sharded.found_inf = bool(sharded.found_inf), None
+            self.skip = bool(sharded.found_inf)
+            sharded.found_inf = None
         return not self.skip
 
     def unscale(self, sharded: ShardedOptimizer) -> None:
@@ -402,7 +329,8 @@ class LossScaleController:
         flag, self._open = self._open, None
         if flag is None:
             return False
-        skip, watched = flag.wait(), self._watches
+        skip = flag.wait()
+        watched = self._watches
         if skip:
             flag.sharded.uncount_step()
             flag.sharded.engine.exchange.undo_step(counted=True)
@@ -413,7 +341,8 @@ class LossScaleController:
 
     def _account(self, engine: Engine, counter: SkipCounter, skip: bool) -> None:
         """Adapt the loss scale to a counted step, and watch modules if the next overflow has to be explained."""
-        scaler, before = self.scaler, self.scale
+        scaler = self.scaler
+        before = self.scale
         possible = scaler.update(skip) if scaler is not None else True
         if skip:
             self._tell(engine, counter, before, possible)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,13 +18,15 @@ from torch import Tensor
 from lt_zero import kernels as ops
 from lt_zero.common import accelerator
 from lt_zero.common.compat import without_grad
-from lt_zero.common.norms import VectorNorm
 from lt_zero.common.phases import phased
 from lt_zero.core.comm.shard_group import ShardGroup, combine_rows
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.grad_accumulator import Products
 from lt_zero.core.engine.visible_grads import is_view
 from lt_zero.core.step.param_groups import ShardedParamGroups, StepPlan, edges_of
+
+if TYPE_CHECKING:
+    from lt_zero.common.norms import VectorNorm
 
 
 class ReducedGrads:
@@ -140,7 +143,9 @@ class ReducedGrads:
             RuntimeError: the order is 0, and ranks step with their own gradients.
         """
         if norm_type != 2.0:
-            return self._norm_of_order(norm_type)
+            from lt_zero.common.norms import VectorNorm
+
+            return self._norm_of_order(VectorNorm(norm_type))
         engine, device = self._engine, self._engine.device
         # In fp64: squares of finite fp32 gradients may overflow fp32, and the norm is the test for overflow.
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -166,15 +171,16 @@ class ReducedGrads:
         engine = self._engine
         return engine.exchange.ranks_step_apart or engine.sharded_optim or engine.has_groups
 
-    def _norm_of_order(self, order: float) -> Tensor:
+    def _norm_of_order(self, kind: VectorNorm) -> Tensor:
         """``norm`` of any order."""
-        engine, kind = self._engine, VectorNorm(order)
-        apart, device = engine.exchange.ranks_step_apart, engine.device
-        if order == 0.0:
-            return self._count_nonzero_gradients()
+        engine = self._engine
+        apart = engine.exchange.ranks_step_apart
+        device = engine.device
+        if kind.order == 0.0:
+            return self._count_nonzero_gradients(kind)
         total = kind.nothing(1, device)[0]
         # The zeros between parameters would count in a minimum, and in sums of negative powers.
-        for rows, factor, group in self._by_factor() if order > 0.0 else self._each():
+        for rows, factor, group in self._by_factor() if kind.order > 0.0 else self._each():
             if share := self._share(group):
                 total = kind.combine(total, kind.part(rows, device, share, factor))
         if self._sums_over_ranks:
@@ -182,19 +188,20 @@ class ReducedGrads:
             total = combine(total, "gradient norm")
         return kind.finish(total[None], among=engine.world.size if apart else 1)[0].to(self._dtype)
 
-    def _count_nonzero_gradients(self) -> Tensor:
+    def _count_nonzero_gradients(self, kind: VectorNorm) -> Tensor:
         """The norm of order 0, which torch takes of the norms of all gradients: how many of them are not all zeros.
 
         Raises:
             RuntimeError: the ranks step with their own gradients.
         """
-        engine, kind = self._engine, VectorNorm(0.0)
+        engine = self._engine
         if engine.exchange.ranks_step_apart:
             raise RuntimeError(
                 "norm_type=0: the ranks step with their own gradients, whose norms of order 0 have no mean. Use "
                 "another order, such as 2."
             )
-        device, sums = engine.device, self._sums_over_ranks
+        device = engine.device
+        sums = self._sums_over_ranks
         places = [(bucket, index) for bucket, indices in self.plan().used.items() for index in indices]
         table = kind.nothing(len(places), device)
         for number, (bucket, index) in enumerate(places):

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -41,7 +41,6 @@ from lt_zero.core.engine.inplace_edits import check_all
 from lt_zero.core.engine.layout import Piece
 from lt_zero.core.engine.optimizer_spec import ExchangingOptimizer, NormedOptimizer
 from lt_zero.core.step.background_steps import BackgroundSteps, OverlappingOffload
-from lt_zero.core.step.full_norms import FullNorms
 from lt_zero.core.step.fused_step import FusedStep, Part
 from lt_zero.core.step.loaded_states import LoadedStates
 from lt_zero.core.step.param_groups import (
@@ -64,7 +63,10 @@ from lt_zero.core.step.supported_optimizers import (
     check_supported,
     states_per_element,
 )
-from lt_zero.core.stores.thread_pool import SwapError
+from lt_zero.core.stores.io_options import SwapError
+
+if TYPE_CHECKING:
+    from lt_zero.core.step.full_norms import FullNorms
 
 log = logging.getLogger("lt_zero")
 
@@ -172,6 +174,8 @@ class ShardedOptimizer(ProcessLocal):
         self._told = False
         self._norms: FullNorms | None = None  # set if the optimizer's step is collective
         if isinstance(optimizer, NormedOptimizer):
+            from lt_zero.core.step.full_norms import FullNorms
+
             self._norms = FullNorms(engine.device)
             optimizer.combine(self._norms, self._norms.maxima)
         engine.exchange.connect(optimizer, self.fragments)

@@ -16,8 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lt_zero.common.compat import is_initialized, without_torch_function
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.users_code import warn
-from lt_zero.core.engine.optimizer_spec import ExchangingOptimizer, NormedOptimizer, is_known
-from lt_zero.core.step.optimizer_trial import Separability, division_of, states_of
+from lt_zero.core.engine.optimizer_spec import ExchangingOptimizer, NormedOptimizer, Separability, is_known
+from lt_zero.core.step.optimizer_copy import states_of
 
 ELEMENTWISE = "zero_optimization.optimizer_is_elementwise"
 _ALONG = "zero_optimization.shard_along"
@@ -137,9 +137,14 @@ def tried(optimizer: Optimizer, gather: Gather = lambda mine: [mine]) -> Verdict
             ({k: v for k, v in group.items() if k != "params"}, [p.shape for p in group["params"]])
             for group in optimizer.param_groups
         ]
-    told, known = repr(facts), _tried.get(optimizer)
-    mine: Verdict = known[1] if known is not None and known[0] == told else division_of(optimizer)
-    _tried[optimizer] = told, mine
+    told = repr(facts)
+    known = _tried.get(optimizer)
+    if known is None or known[0] != told:
+        from lt_zero.core.step.optimizer_trial import division_of
+
+        known = told, division_of(optimizer)
+        _tried[optimizer] = known
+    mine: Verdict = known[1]
     return min(gather(mine), key=lambda verdict: _WORST.index(verdict[0]))
 
 

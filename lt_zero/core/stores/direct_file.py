@@ -18,8 +18,8 @@ from torch import Tensor
 from lt_zero.common.descriptors import fullness
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.units import exact_bytes
+from lt_zero.core.stores.io_options import SwapError
 from lt_zero.core.stores.pinned import BLOCK, aligned_buffer, view_of
-from lt_zero.core.stores.thread_pool import SwapError
 
 # Worth a retry. EIO is not: the kernel has retried already.
 _TRANSIENT = {errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.EBUSY}

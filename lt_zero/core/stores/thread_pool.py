@@ -13,22 +13,18 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.worker import Worker
+from lt_zero.core.stores.io_options import IoOptions, SwapError
 from lt_zero.core.stores.pinned import BLOCK
 
 log = logging.getLogger("lt_zero")
 
 EXIT_PATIENCE = 30.0  # seconds to wait at exit for requests in the kernel
 LOOK = 1.0  # seconds between checks whether a thread is alive
-
-
-class SwapError(RuntimeError):
-    """Data cannot be written to or read from the disk, or is corrupt. The message names the remedy."""
 
 
 def check_alive(thread: threading.Thread | None) -> None:
@@ -140,20 +136,6 @@ def _nothing(error: RuntimeError | None) -> None:
     """Do nothing at the end of a transfer."""
 
 
-@dataclass(frozen=True)
-class IoOptions:
-    """Options of an ``IoPool``; the attributes are its arguments of the same names."""
-
-    threads: int
-    block_size: int
-    queue_depth: int
-    checksum: bool
-
-    def pool(self) -> IoPool:
-        """Start the threads."""
-        return IoPool(self.threads, self.block_size, self.queue_depth, self.checksum)
-
-
 class IoPool:
     """Threads that move blocks; one pool per process.
 
@@ -176,13 +158,19 @@ class IoPool:
         self.threads = threads
         self.block_size = block_size
         self.queue_depth = queue_depth
-        self.checksum, self.retries = checksum, retries
+        self.checksum = checksum
+        self.retries = retries
         self._pid = os.getpid()
         self._closed = False
         self._running = 0  # transfers that have not ended
         self._idle = threading.Condition()
         self._workers: Worker[tuple[Transfer, int]] = Worker("io", _move, threads, _single_threaded, EXIT_PATIENCE)
         self._start()
+
+    @classmethod
+    def of(cls, options: IoOptions) -> IoPool:
+        """Start the threads of ``options``."""
+        return cls(options.threads, options.block_size, options.queue_depth, options.checksum)
 
     def check_process(self, what: str) -> None:
         """Raise SwapError in a process other than the pool's, which does not have its threads."""

@@ -49,8 +49,8 @@ from lt_zero.core.engine.find_units import (
 )
 from lt_zero.core.engine.partition import refuse_name
 from lt_zero.core.followers import followers
+from lt_zero.core.stores.io_options import IoOptions, SwapError
 from lt_zero.core.stores.pinned import host_buffer
-from lt_zero.core.stores.thread_pool import IoOptions, SwapError
 from lt_zero.features.activation_checkpointing import selective
 from lt_zero.features.activation_checkpointing.budget import KEY as BUDGET_KEY
 from lt_zero.features.activation_checkpointing.budget import BudgetPlan, BudgetTrial, Meter

@@ -29,8 +29,9 @@ from torch import Tensor
 
 from lt_zero.common import accelerator
 from lt_zero.common.compat import version_of
+from lt_zero.core.stores.io_options import IoOptions, SwapError
 from lt_zero.core.stores.store import CopyEvent
-from lt_zero.core.stores.thread_pool import IoOptions, IoPool, SwapError, Transfer
+from lt_zero.core.stores.thread_pool import IoPool, Transfer
 from lt_zero.features.activation_checkpointing.reuse import Loan, Memory
 from lt_zero.offload.copy_streams import DONE, CopyStream
 from lt_zero.offload.private_folder import SwapFolder
@@ -392,7 +393,7 @@ class ActivationFiles:
 
     def __init__(self, path: Path, rank: int, files: IoOptions) -> None:
         self.folder = SwapFolder(path, rank)
-        self.pool = files.pool()
+        self.pool = IoPool.of(files)
         self._groups: list[_Group] = []
         self._passes = self.made = 0
 

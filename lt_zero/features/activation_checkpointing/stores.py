@@ -34,7 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lt_zero.common import accelerator
 from lt_zero.common.compat import local_of, version_of, view_base
-from lt_zero.core.stores.thread_pool import SwapError
+from lt_zero.core.stores.io_options import SwapError
 from lt_zero.features.activation_checkpointing.saved_activations import Storage, changed
 
 _MIN_BYTES = 4096  # bytes; storing a smaller tensor costs more than it saves

@@ -19,9 +19,9 @@ from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.bucket_weights import NO_COPY
 from lt_zero.core.engine.options import EngineOptions
 from lt_zero.core.engine.storage_plan import DEVICE, HOST, NVME
+from lt_zero.core.stores.io_options import SwapError
 from lt_zero.core.stores.pinned import return_large_blocks
 from lt_zero.core.stores.store import Place, Speed, stream
-from lt_zero.core.stores.thread_pool import SwapError
 from lt_zero.features.offload.overlap import SteppingOffload
 from lt_zero.offload.background import Background
 from lt_zero.offload.host_store import HostLink, host_place

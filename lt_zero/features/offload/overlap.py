@@ -40,7 +40,7 @@ from lt_zero.core.step.background_steps import BackgroundSteps, OverlappingOfflo
 from lt_zero.core.step.fused_step import FusedStep, Part
 from lt_zero.core.step.param_groups import BucketStep, ShardedParamGroups, StepPlan
 from lt_zero.core.step.reduced_grads import ReducedGrads
-from lt_zero.core.stores.thread_pool import SwapError
+from lt_zero.core.stores.io_options import SwapError
 from lt_zero.offload.background import Background, Job
 
 log = logging.getLogger("lt_zero")

@@ -9,7 +9,7 @@
 
 Note [Exact gathers]
     Values that user code sees in ``gathered`` may be written back, so they are gathered again, plainly, if what is in
-    memory was decoded. Full parameters and checkpoints are gathered from master weights (full_params.py).
+    memory was decoded. Full parameters and checkpoints are gathered from master weights (full_values.py).
 """
 
 from __future__ import annotations

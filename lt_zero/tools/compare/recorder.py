@@ -33,7 +33,7 @@ from lt_zero.common.tensor_tree import iter_tensors
 from lt_zero.common.users_code import warn
 from lt_zero.config import ZeroConfig
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.engine.full_params import full_parameters, gather_own, joined
+from lt_zero.core.engine.full_values import full_parameters, gather_own, joined
 
 RECORD = "LT_ZERO_RECORD"  # in the environment: the folder of the record
 VERSION = 2

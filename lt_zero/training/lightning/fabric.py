@@ -22,7 +22,7 @@ from typing_extensions import override
 from lt_zero.checkpoint.native.directory import plain_path
 from lt_zero.checkpoint.native.load import engine_of
 from lt_zero.checkpoint.native.save import FABRIC
-from lt_zero.checkpoint.open import load_same
+from lt_zero.checkpoint.same import load_same
 from lt_zero.common.garbage import without_gc
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face, check_face
@@ -40,8 +40,8 @@ from lt_zero.training.lightning.checkpoint_plugin import writes_directories
 from lt_zero.training.lightning.data_position.loop import LoopLoader
 from lt_zero.training.lightning.data_position.position import is_stateful, tracked
 from lt_zero.training.lightning.fabric_items import FabricItems, ShardedModule, optimizer_state
-from lt_zero.training.lightning.launchers import FabricLauncher
 from lt_zero.training.lightning.precision import ZeroPrecision
+from lt_zero.training.lightning.process_launchers import FabricLauncher
 from lt_zero.training.lightning.sharded_strategy import ShardedStrategy
 from lt_zero.training.restore import load_weights
 from lt_zero.training.session import move_buffers

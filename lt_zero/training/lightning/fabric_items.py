@@ -22,14 +22,13 @@ from lt_zero.checkpoint.native.load import stepped as has_stepped
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names
 from lt_zero.checkpoint.native.rank_state import (
     FEATURES,
-    OF_RANKS,
     RANK_BUFFERS,
     RESIDUALS,
-    own_values,
-    values_of_ranks,
 )
 from lt_zero.checkpoint.native.save import FABRIC, LT_ZERO, TRAINED_WEIGHTS
-from lt_zero.checkpoint.open import OpenedCopy, checked_file, is_directory, of_content, opened_source, reading
+from lt_zero.checkpoint.native.values_of_ranks import OF_RANKS, own_values, values_of_ranks
+from lt_zero.checkpoint.open import checked_file, is_directory, of_content, opened_source, reading
+from lt_zero.checkpoint.same import OpenedCopy
 from lt_zero.checkpoint.source import CheckpointSource
 from lt_zero.common.compat import never_a_graph
 from lt_zero.common.errors import CheckpointError
@@ -200,7 +199,8 @@ class FabricItems:
         own |= {key: optimizer_fragments(found) for key, found in sharded.items()}
         parts = self._parts(state, kept, own)
         differing = self._of_ranks(parts, own)
-        weights, names = dict[str, Any](), []
+        weights = dict[str, Any]()
+        names = []
         for key in modules:
             weights |= {prefixes[key] + name: value for name, value in parts.pop(key).items()}
         for found in sharded.values():
@@ -254,7 +254,17 @@ class FabricItems:
         return replace(opened, saved=own_values(self.world, opened.saved, opened.own.get(OF_RANKS, {})))
 
     def restore(self, opened: Opened, objects: Mapping[Any, Any], saved: Mapping[Any, Any], strict: bool) -> None:
-        """Load parts of a checkpoint into objects. Collective."""
+        """Load parts of a checkpoint into objects. Collective.
+
+        Raises:
+            CheckpointError: on all ranks: something does not fit on one.
+        """
+        with self.world.agree("putting together what is loaded", CheckpointError):
+            contents = self._contents(opened, objects, saved, strict)
+        restore(contents, self.world, self.loss_scale)
+
+    def _contents(self, opened: Opened, objects: Mapping[Any, Any], saved: Mapping[Any, Any], strict: bool) -> Contents:
+        """The content of a checkpoint for objects. Not collective."""
         own = opened.own
         found = {key: ShardedOptimizer.of(value) for key, value in objects.items() if isinstance(value, Optimizer)}
         optimizers = {key: sharded for key, sharded in found.items() if sharded is not None}
@@ -277,7 +287,7 @@ class FabricItems:
             parts[key] = self._going_on(
                 parts.get(key, ModuleContents(engine.root, engine)), key, opened, running, saved
             )
-        contents = Contents(
+        return Contents(
             list(parts.values()),
             loss_scale=own.get("loss_scale", {}) if engines else None,
             scaled=list(engines),
@@ -286,7 +296,6 @@ class FabricItems:
             new_optimizer="leave the optimizer out of what fabric.load gets, to start with a new one.",
             new_schedule="leave the schedule out of what fabric.load gets",
         )
-        restore(contents, self.world, self.loss_scale)
 
     def part(self, module: nn.Module, weights: Mapping[str, Any], strict: bool) -> ModuleContents:
         """A module that gets weights."""

@@ -28,14 +28,12 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import MODES, dtype_policy, resolve_mode
 from lt_zero.core.engine.dtypes import DtypePolicy, ScalerRules
 from lt_zero.core.engine.materialize import parameters_in
-from lt_zero.core.engine.outside_steps import within_step
-from lt_zero.core.step.loss_scale import LossScaler, usable_scale
 from lt_zero.core.step.sharded_optimizer import RanClosure, ShardedOptimizer
 from lt_zero.training.loss_scale import loss_scale_controller
-from lt_zero.training.restore import Contents, restore
 
 if TYPE_CHECKING:
     from lt_zero.core.engine.engine import Engine
+    from lt_zero.core.step.loss_scaler import LossScaler
 
 
 _CPUS = (CPUAccelerator, FabricCPUAccelerator)
@@ -187,6 +185,8 @@ class ZeroPrecision(HalfPrecision):
     @override
     def forward_context(self) -> Generator[None, None, None]:
         if self.policy.autocast:
+            from lt_zero.core.engine.outside_steps import within_step
+
             with within_step(), self.autocast_context_manager():
                 yield
         elif self.policy.compute is not None:
@@ -327,6 +327,8 @@ class ZeroPrecision(HalfPrecision):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        from lt_zero.training.restore import Contents, restore  # a run that loads nothing does without it
+
         scaled = [self.engine] if self.engine is not None else []
         restore(Contents(loss_scale=state_dict, scaled=scaled), None, self.loss_scale_controller)
 
@@ -335,7 +337,7 @@ class ZeroPrecision(HalfPrecision):
         """Take over the loss scale of a DDP run, which Lightning saves under the name of its own plugin."""
         saved, scaler = checkpoint.get("MixedPrecision"), self.loss_scale_controller.scaler
         if saved and scaler is not None and scaler.rules.dynamic and type(self).__qualname__ not in checkpoint:
-            scaler.go_on_at(usable_scale(saved["scale"]))
+            scaler.go_on_at(saved["scale"])
 
     @override
     def teardown(self) -> None:

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 from torch.optim import Optimizer
 
-from lt_zero.common.compat import SignalOverride, log_graph_by
+from lt_zero.common.compat import SignalOverride
 from lt_zero.common.console import RunConsole
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
@@ -217,6 +217,10 @@ def show_features(engine: Engine, features: Iterable[Feature]) -> None:
 
 def skip_graphs(trainer: pl.Trainer, engine: Engine) -> None:
     """Let no logger trace a module whose weights are sharded: Lightning does so on rank 0 alone."""
+    if not trainer.loggers:
+        return
+    from lt_zero.common.compat.of_loggers import log_graph_by
+
     size = engine.world.size
 
     def explain() -> None:

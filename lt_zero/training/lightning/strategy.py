@@ -34,7 +34,6 @@ from lt_zero.core.engine.engine import Engine
 from lt_zero.core.followers import end_fit
 from lt_zero.training.lightning import setup as set_up
 from lt_zero.training.lightning.arguments import explained
-from lt_zero.training.lightning.launchers import TrainerLauncher
 from lt_zero.training.lightning.metrics import count_all_ranks, count_data_ranks
 from lt_zero.training.lightning.precision import ZeroPrecision
 from lt_zero.training.lightning.reconcile import Reconciler
@@ -212,6 +211,8 @@ class ZeroStrategy(RunQueries):
             return
         super()._configure_launcher()
         if self._start_method != "popen":
+            from lt_zero.training.lightning.process_launchers import TrainerLauncher
+
             self._launcher = TrainerLauncher(self, self._start_method)
 
     @override
@@ -271,7 +272,8 @@ class ZeroStrategy(RunQueries):
         assert self.accelerator is not None
         if self.session.known is None:
             raise RuntimeError("ZeroStrategy.setup needs the process group: call setup_environment() first.")
-        world, self.session.loss_scale = self.session.world, self.precision_plugin.loss_scale_controller
+        world = self.session.world
+        self.session.loss_scale = self.precision_plugin.loss_scale_controller
         self.checkpoints.open_none(self.run)
         self.accelerator.setup(trainer)
         set_up.check_callbacks(trainer, self.stage, self.device_mesh is not None)
@@ -304,7 +306,8 @@ class ZeroStrategy(RunQueries):
         elif fitting:
             set_up.show_features(known, self.session.follow(known))
         set_up.skip_graphs(trainer, self._engine)
-        plugin.engine, plugin.device_type = self._engine, self.root_device.type
+        plugin.engine = self._engine
+        plugin.device_type = self.root_device.type
         # In manual optimization nothing tells which backward is the last one of a step.
         self._engine.leave_sums_to_steps(fitting and not module.automatic_optimization)
         if fitting:
@@ -544,15 +547,16 @@ class ZeroStrategy(RunQueries):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         plugin = partial(super().load_checkpoint, checkpoint_path, weights_only)
-        return self.checkpoints.select(self.run, self.checkpoints.open(self.run, checkpoint_path, weights_only, plugin))
+        loads = self.checkpoints.loads()
+        return loads.select(self.run, loads.open(self.run, checkpoint_path, weights_only, plugin))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self.checkpoints.load_model(self.run, checkpoint, strict)
+        self.checkpoints.loads().load_model(self.run, checkpoint, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self.checkpoints.load_optimizers(self.run, cast("dict[str, Any]", checkpoint))
+        self.checkpoints.loads().load_optimizers(self.run, cast("dict[str, Any]", checkpoint))
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

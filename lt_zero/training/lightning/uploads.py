@@ -30,7 +30,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from lt_zero.checkpoint.native.directory import MANIFEST, is_url
-from lt_zero.common.compat import LoggedCheckpoints
+from lt_zero.common.compat.of_loggers import LoggedCheckpoints
 from lt_zero.training.checkpoints import Saver
 from lt_zero.training.lightning.setup import RunSnapshot
 

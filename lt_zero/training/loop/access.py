@@ -17,7 +17,7 @@ from lt_zero.checkpoint.native.pieces import states_of
 from lt_zero.common.arguments import expect
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.engine.full_params import full_flat, gather_own, joined
+from lt_zero.core.engine.full_values import full_flat, gather_own, joined
 from lt_zero.core.engine.grad_accumulator import GradState
 from lt_zero.core.engine.guard import owner_of
 from lt_zero.core.engine.layout import Piece

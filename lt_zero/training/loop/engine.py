@@ -27,9 +27,10 @@ from typing_extensions import override
 from lt_zero.checkpoint.native.directory import inside, is_url, plain_path
 from lt_zero.checkpoint.native.load import as_lightning, entries_of, loss_scale, trained_weights
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names
-from lt_zero.checkpoint.native.rank_state import OF_RANKS, own_values, values_of_ranks
 from lt_zero.checkpoint.native.save import LOOP
-from lt_zero.checkpoint.open import LATEST, latest_of, load_same, name_latest, opened_source
+from lt_zero.checkpoint.native.values_of_ranks import OF_RANKS, own_values, values_of_ranks
+from lt_zero.checkpoint.open import LATEST, latest_of, name_latest, opened_source
+from lt_zero.checkpoint.same import load_same
 from lt_zero.common import accelerator, plain_names
 from lt_zero.common.arguments import expect, expect_path, wrong
 from lt_zero.common.compat import is_compiled, never_a_graph, without_torch_function

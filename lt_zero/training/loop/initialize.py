@@ -22,7 +22,8 @@ from lt_zero.common.places import load
 from lt_zero.config import ZeroConfig
 from lt_zero.config.load import examine
 from lt_zero.config.options import communication_options
-from lt_zero.core.comm.process_groups import init_distributed, joining, rank_and_size
+from lt_zero.core.comm.launched_group import init_distributed
+from lt_zero.core.comm.process_groups import joining, rank_and_size
 from lt_zero.core.division import PartOfRun
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.full_params import restore_whole

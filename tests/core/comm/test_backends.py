@@ -21,7 +21,7 @@ from lt_zero.common import accelerator, compat
 from lt_zero.config import ZeroConfig
 from lt_zero.config.options import group_options
 from lt_zero.core.ask import configure_group
-from lt_zero.core.comm import process_groups
+from lt_zero.core.comm import launched_group, process_groups
 from lt_zero.core.comm import world as world_module
 from lt_zero.core.comm.process_groups import Communicators
 from lt_zero.core.comm.shard_group import ShardGroup
@@ -112,7 +112,7 @@ def test_the_default_group_is_bound_to_the_gpu(
     monkeypatch.setattr(accelerator, "count", lambda: 2)
     monkeypatch.setattr(accelerator, "default_device", lambda index: torch.device("cuda", index))
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: made.append((args, kwargs)))
-    monkeypatch.setattr(process_groups, "refuse_alone", lambda size: None)
+    monkeypatch.setattr(launched_group, "refuse_alone", lambda size: None)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     lt_zero.init_distributed(backend)
     (((first, *_), kwargs),) = made

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lt_zero.core.comm import host_maximum
+from lt_zero.core.comm import ranks
 from lt_zero.core.comm.world import World
 from tests.support.pool import Pool
 
@@ -24,7 +24,7 @@ def _maxima(dtype: torch.dtype) -> tuple[list[list[int]], int]:
 
     with (
         mock.patch.dict(os.environ, {"LT_ZERO_SHARED_MEMORY": "0"}),
-        mock.patch.object(host_maximum, "RING", 1),
+        mock.patch.object(ranks, "RING", 1),
     ):
         world = World.join(torch.device("cpu"))
         with mock.patch.object(dist, "isend", note):
@@ -44,7 +44,7 @@ def test_all_ranks_get_the_maximum_in_few_hops(pool: Pool, world: int, dtype: to
 
 def _lost() -> str:
     """What the others are told of a rank that ends before an exchange."""
-    with mock.patch.dict(os.environ, {"LT_ZERO_SHARED_MEMORY": "0"}), mock.patch.object(host_maximum, "RING", 1):
+    with mock.patch.dict(os.environ, {"LT_ZERO_SHARED_MEMORY": "0"}), mock.patch.object(ranks, "RING", 1):
         world = World.join(torch.device("cpu"))
         world.begin_run()
         world.host_max(torch.zeros(3, dtype=torch.uint8), "first").wait()

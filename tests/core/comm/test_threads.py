@@ -22,7 +22,8 @@ from lt_zero.core.comm import world as world_module
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
 from lt_zero.core.stores import thread_pool as io
-from lt_zero.core.stores.thread_pool import IoPool, SwapError
+from lt_zero.core.stores.io_options import SwapError
+from lt_zero.core.stores.thread_pool import IoPool
 from lt_zero.offload import background
 from lt_zero.offload.background import Background, Job
 from tests.support.features import needs, skip_without, there

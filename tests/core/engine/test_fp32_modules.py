@@ -15,13 +15,13 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.checkpoint import checkpoint
 
+from lt_zero.core.engine.fp32_hooks import install_fp32_modules
 from lt_zero.core.engine.fp32_modules import (
     BATCH_NORMS,
     DEFAULT_ISLANDS_MIXED,
     DEFAULT_ISLANDS_TRUE,
     Fp32Modules,
     find_fp32_modules,
-    install_fp32_modules,
 )
 from tests.support.matrix import only
 

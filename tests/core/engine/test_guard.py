@@ -18,8 +18,8 @@ from torch import nn
 
 import lt_zero
 from lt_zero.checkpoint.native.plain import to_plain
+from lt_zero.core.engine.absent_tensor import AbsentTensor
 from lt_zero.core.engine.full_params import take_over_assigned
-from lt_zero.core.engine.lazy_tensor import AbsentTensor
 from tests.support.features import needs
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss, tokens

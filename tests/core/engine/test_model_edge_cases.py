@@ -157,7 +157,7 @@ def _low_precision_resume(stage: int) -> None:
         return engine, lt_zero.ShardedOptimizer(engine, torch.optim.AdamW(engine.root.parameters(), lr=1e-2))
 
     from lt_zero.checkpoint.native.full_states import full_optimizer_state
-    from lt_zero.checkpoint.native.pieces import load_full_optimizer_state
+    from lt_zero.checkpoint.native.load_states import load_full_optimizer_state
 
     engine, sharded = build()
     next_token_loss(engine.root, 0, 0, dist.get_rank()).backward()

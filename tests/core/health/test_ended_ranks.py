@@ -283,6 +283,29 @@ def test_no_rank_waits_for_those_that_came_through_the_operation(monkeypatch: py
     assert not passed.scopes
 
 
+def test_the_end_of_a_run_is_told_though_an_operation_in_it_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has failed in the run waits for that before it goes on; the error of the operation stays told."""
+    monkeypatch.setattr(EndedRanks, "has_ended", lambda self, rank: False)
+    waits = AssertionError("waits for rank 1")
+    monkeypatch.setattr(ended_ranks, "time", mock.Mock(monotonic=lambda: 0.0, sleep=mock.Mock(side_effect=waits)))
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    first, second = (EndedRanks(store, [0, 1], rank, mock.Mock(), CollectiveMonitor()) for rank in range(2))
+    for ends in (first, second):
+        ends.begin("run")
+    world = mock.Mock()
+    world.detector.ends = second
+    world.post_error = lambda error: second.tell(True, str(error))
+    with pytest.raises(ValueError, match="no space"), World.together(world, "save"):
+        raise ValueError("no space left")
+    first.tell(True, "broken in the run")
+    first.scopes.clear()
+    second.end_run()
+    assert first.go_on(60.0)
+    told = first.of(1)
+    assert told is not None
+    assert told.text == "no space left"
+
+
 class _Member:
     def __init__(self) -> None:
         self.told: list[BaseException | None] = []

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero.checkpoint.native.full_states import full_optimizer_state
-from lt_zero.checkpoint.native.pieces import load_full_optimizer_state
+from lt_zero.checkpoint.native.load_states import load_full_optimizer_state
 from lt_zero.common import accelerator
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.optim import Lamb

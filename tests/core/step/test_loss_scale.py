@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from lt_zero.common.errors import CheckpointError
-from lt_zero.core.step.loss_scale import LossScaler, ScalerRules
+from lt_zero.core.engine.dtypes import ScalerRules
+from lt_zero.core.step.loss_scaler import LossScaler
 from tests.support.paths import DATA
 
 TRACES: list[dict[str, Any]] = json.loads((DATA / "loss_scale_traces.json").read_text())["traces"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero import ZeroConfig, ZeroPrecision
 from lt_zero.checkpoint.native.full_states import full_optimizer_state
-from lt_zero.checkpoint.native.pieces import load_full_optimizer_state
+from lt_zero.checkpoint.native.load_states import load_full_optimizer_state
 from lt_zero.config.precision import dtype_policy
 from lt_zero.core.engine.full_params import restore_whole
 from lt_zero.core.step.loss_scale import LossScaleController

@@ -52,6 +52,32 @@ def test_a_plan_is_kept_until_something_changes() -> None:
     assert sum(map(len, step(0, 1, 2).fragments)) == 1
 
 
+def test_fragments_go_back_by_the_plan_of_the_step_that_lent_them() -> None:
+    """Code that runs in the step may change a group: then the last plan is not that of the step any more."""
+    model = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+    engine = lt_zero.shard(model, config_of(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sharded = lt_zero.ShardedOptimizer(engine, optimizer)
+    sum(layer(torch.ones(2, 4)).sum() for layer in model).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    parameters = {id(parameter) for parameter in model.parameters()}
+    assert {id(parameter) for parameter in optimizer.state} == parameters
+    groups = sharded.fragments
+    plan = groups.plan(frozenset())
+    listed = optimizer.param_groups[0]["params"]
+    buckets = set(groups.buckets())
+
+    groups.narrow(plan)
+    listed.pop()
+    assert groups.plan(frozenset()) is not plan
+    assert parameters.isdisjoint(id(fragment) for fragment in optimizer.state)
+    groups.drop(buckets)
+    assert optimizer.param_groups[0]["params"] == []
+    groups.widen()
+    assert optimizer.param_groups[0]["params"] is listed
+    assert {id(parameter) for parameter in optimizer.state} == parameters
+
+
 class Group(dict[str, Any]):
     def clear(self) -> None:
         raise AssertionError("a user's group was emptied")

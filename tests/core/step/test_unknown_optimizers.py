@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import lt_zero
-from lt_zero.core.step.optimizer_trial import Separability
+from lt_zero.core.engine.optimizer_spec import Separability
 from lt_zero.core.step.supported_optimizers import check_parts, check_supported, tried
 from tests.support.features import needs
 from tests.support.matrix import only, only_rows

@@ -15,16 +15,23 @@ import pytest
 import torch
 
 from lt_zero.common.errors import CheckpointError
-from lt_zero.core.stores import checked_file
-from lt_zero.core.stores.checked_file import BlockReader, FileSink, Sink, StreamSink, WriterPool
+from lt_zero.core.stores import block_reader, checked_file
+from lt_zero.core.stores.block_reader import BlockReader
+from lt_zero.core.stores.checked_file import FileSink, Sink, StreamSink, WriterPool
 from tests.support.offload_tools import noise
+
+
+def _set_step(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Let files have blocks of so many bytes."""
+    for module in (checked_file, block_reader):
+        monkeypatch.setattr(module, "STEP", nbytes)
 
 
 @pytest.mark.parametrize("copies", [False, True])
 def test_a_stream_gets_the_bytes_and_checksums_of_a_file(
     tmp_path: Path, copies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checked_file, "STEP", 16384)
+    _set_step(monkeypatch, 16384)
     blocks = WriterPool(2)
     sinks: list[Sink] = [FileSink(tmp_path / "file", blocks, 100_000, copies=copies)]
     sinks.append(StreamSink((tmp_path / "stream").open("wb")))
@@ -69,7 +76,7 @@ def test_a_wait_for_early_bytes_leaves_later_ones_alone(tmp_path: Path, monkeypa
 
 def test_blocks_are_read_to_any_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also to a part of a tensor that begins between two words, as ranks that divide a tensor differently ask for."""
-    monkeypatch.setattr(checked_file, "STEP", 4096)
+    _set_step(monkeypatch, 4096)
     values, blocks = noise(10 * 4096 + 5), WriterPool()
     sink = FileSink(tmp_path / "x", blocks)
     sink.write(values)
@@ -121,7 +128,7 @@ def test_a_small_file_is_written_where_direct_requests_are_refused(
 
 def _file_of_blocks(folder: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[BlockReader, torch.Tensor]:
     """A reader of a file of small blocks, and what is in the file."""
-    monkeypatch.setattr(checked_file, "STEP", 16384)
+    _set_step(monkeypatch, 16384)
     blocks, values = WriterPool(1), noise(count * 16384)
     sink = FileSink(folder / "file", blocks)
     sink.write(values)
@@ -153,6 +160,28 @@ def test_an_error_is_told_though_a_block_before_it_has_not_begun(
     with pytest.raises(CheckpointError, match="is damaged"):
         reader.read("file", 0, torch.empty_like(values))
     reader.close()
+
+
+def test_after_an_error_no_further_block_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that threads read already are waited for, as they write to the caller's memory."""
+    written, values = _file_of_blocks(tmp_path, 50, monkeypatch)
+    begun: list[int] = []
+    ended: list[int] = []
+
+    def load(self: BlockReader, file: str, number: int, buffer: torch.Tensor) -> torch.Tensor:
+        begun.append(number)
+        if number > 0:
+            time.sleep(0.02)
+        ended.append(number)
+        if number == 0:
+            raise CheckpointError("broken on purpose")
+        return buffer
+
+    monkeypatch.setattr(BlockReader, "_load", load)
+    with pytest.raises(CheckpointError, match="broken on purpose"):
+        written.read("file", 0, torch.empty_like(values))
+    assert len(begun) == len(ended) < 25
+    written.close()
 
 
 def test_a_file_that_was_opened_before_a_fork_is_read_in_the_child(

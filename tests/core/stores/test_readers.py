@@ -77,10 +77,10 @@ EXCEPTIONS = {
     ("offload/private_folder.py", "os.open"): "a folder, or a lock in it that is never read; neither is a link",
     ("core/stores/staging.py", "os.open"): FOLDER,
     (
-        "training/lightning/checkpoint_service.py",
+        "training/lightning/checkpoint_loads.py",
         "torch.load",
     ): "a file in which checked_file has found a whole archive",
-    ("training/lightning/launchers.py", "torch.load"): "bytes that a rank has sent to its parent process",
+    ("training/lightning/process_launchers.py", "torch.load"): "bytes that a rank has sent to its parent process",
     ("training/lightning/monitor/reading.py", "module.EventAccumulator"): "a folder whose files were opened before",
     ("kernels/compiler.py", "Path('/proc/locks').read_text"): SYSTEM,
     ("kernels/compiler.py", "file.read_bytes"): PACKAGE_DATA,

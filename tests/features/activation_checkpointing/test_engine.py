@@ -17,7 +17,7 @@ from torch import nn
 import lt_zero
 from lt_zero.common import accelerator
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.stores.thread_pool import SwapError
+from lt_zero.core.stores.io_options import SwapError
 from lt_zero.features.activation_checkpointing import stores
 from lt_zero.features.activation_checkpointing.checkpointing import installed
 from lt_zero.features.activation_checkpointing.stores import ActivationStore

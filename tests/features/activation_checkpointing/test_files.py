@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lt_zero.common import accelerator
 from lt_zero.core.stores import direct_file
+from lt_zero.core.stores.io_options import SwapError
 from lt_zero.core.stores.store import CopyEvent
-from lt_zero.core.stores.thread_pool import SwapError, Transfer
+from lt_zero.core.stores.thread_pool import Transfer
 from lt_zero.features.activation_checkpointing.stores import ActivationStore
 from lt_zero.offload.copy_streams import CopyStream
 from lt_zero.offload.swap_file import SwapFile

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lt_zero.checkpoint.native.rank_state import residual_state
+from lt_zero.checkpoint.native.residuals import residual_state
 from tests.support.checkpoint_tools import resume, train
 from tests.support.lightning_tools import GPT
 from tests.support.matrix import only_rows

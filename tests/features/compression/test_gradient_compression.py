@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lt_zero
 from lt_zero import ConfigError, ZeroConfig
-from lt_zero.checkpoint.native.rank_state import load_residuals, residual_state
+from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
 from lt_zero.config.precision import dtype_policy, resolve_mode
 from lt_zero.core.comm.costs import Costs
 from lt_zero.core.engine.engine import Engine

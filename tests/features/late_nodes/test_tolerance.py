@@ -18,7 +18,7 @@ from torch import Tensor
 
 import lt_zero
 from lt_zero import ConfigError, ZeroConfig
-from lt_zero.checkpoint.native.rank_state import load_residuals, residual_state
+from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
 from lt_zero.config.options import group_options
 from lt_zero.core.ask import configure_group
 from lt_zero.core.comm.shard_group import ShardGroup

@@ -20,7 +20,7 @@ import lt_zero
 from lt_zero.config import ZeroConfig
 from lt_zero.core.step.supported_optimizers import states_per_element
 from lt_zero.core.stores import direct_file as io
-from lt_zero.core.stores.thread_pool import SwapError
+from lt_zero.core.stores.io_options import SwapError
 from tests.support.matrix import only
 from tests.support.models import Net, next_token_loss
 from tests.support.offload_runs import blocks, train

@@ -25,7 +25,7 @@ import lt_zero
 from lt_zero import kernels as ops
 from lt_zero.core.engine.whole_model import full_state_dict
 from lt_zero.core.stores import direct_file as io
-from lt_zero.core.stores.thread_pool import SwapError
+from lt_zero.core.stores.io_options import SwapError
 from tests.support.lightning_tools import BATCH, FULL, GPT, sharded_trainer, weights
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss

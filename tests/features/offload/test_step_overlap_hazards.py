@@ -24,8 +24,8 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero.core.engine.whole_model import full_state_dict
 from lt_zero.core.step.fused_step import FusedStep
+from lt_zero.core.stores.io_options import SwapError
 from lt_zero.core.stores.store import Store
-from lt_zero.core.stores.thread_pool import SwapError
 from lt_zero.offload import copy_streams
 from lt_zero.offload.background import Background, Job
 from tests.support.matrix import cover, only, only_rows

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lt_zero.checkpoint.native.rank_state import residual_state
+from lt_zero.checkpoint.native.residuals import residual_state
 from lt_zero.optim import ZeroOneAdam
 from tests.support.checkpoint_tools import resume, train
 from tests.support.lightning_tools import GPT

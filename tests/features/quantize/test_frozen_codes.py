@@ -18,7 +18,7 @@ from lt_zero.common.boxes import Box, ParamSpec
 from lt_zero.config.options import engine_options
 from lt_zero.config.precision import dtype_policy
 from lt_zero.core.ask import adapted
-from lt_zero.core.engine.full_params import full_parameters
+from lt_zero.core.engine.full_values import full_parameters
 from lt_zero.core.engine.options import EngineOptions
 from lt_zero.core.engine.partition import plan_engine
 from lt_zero.features import features_of

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import lt_zero
-from lt_zero.common.compat import log_graph_by
+from lt_zero.common.compat.of_loggers import log_graph_by
 from tests.support.lightning_tools import GPT, assert_same, sharded_trainer, weights
 from tests.support.matrix import only_rows
 from tests.support.pool import Pool

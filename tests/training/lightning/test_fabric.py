@@ -6,6 +6,7 @@ import copy
 import itertools
 import os
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +25,7 @@ from lt_zero.common.compat import is_compiled
 from lt_zero.common.errors import CheckpointError
 from lt_zero.training.lightning.data_position.loop import PLACE, LoopLoader
 from lt_zero.training.lightning.data_position.random_state import RandomStates
+from lt_zero.training.lightning.fabric_items import FabricItems
 from tests.support.features import needs
 from tests.support.lightning_tools import GPT, sharded_trainer, torchrun_env
 from tests.support.matrix import only, only_rows
@@ -555,6 +557,26 @@ def _failing_saves(form: str, folder: str, rank: int) -> None:
 )
 def test_a_save_that_fails_on_a_rank_fails_on_all(pool: Pool, tmp_path: Path, form: str, rank: int) -> None:
     pool.run(2, _failing_saves, form, str(tmp_path), rank)
+
+
+def _failing_load(path: str) -> str:
+    """The error of a load in which rank 1 cannot put weights together."""
+    fabric = _fabric(1)
+    net = _net()
+    state = dict(zip(("model", "optimizer"), fabric.setup(net, _optimizer("AdamW", net)), strict=True))
+    fabric.save(path, state)
+    mine = dist.get_rank() == 1
+    fails = mock.patch.object(FabricItems, "_going_on", side_effect=MemoryError("no memory on this host"))
+    with fails if mine else nullcontext(), pytest.raises(MemoryError if mine else CheckpointError) as caught:
+        fabric.load(path, dict(state))
+    fabric.load(path, state)
+    return str(caught.value)
+
+
+def test_a_load_that_fails_on_a_rank_fails_on_all(pool: Pool, tmp_path: Path) -> None:
+    other, own = pool.run(2, _failing_load, str(tmp_path / "saved"))
+    assert own == "no memory on this host"
+    assert other == "Putting together what is loaded failed on another rank: rank 1: no memory on this host"
 
 
 # ---- precision, launchers, what else Fabric does ---------------------------------------------------------------------

@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, LitLogger, MLFlowLogger, WandbLogger
 
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.common.compat import LoggedCheckpoints
+from lt_zero.common.compat.of_loggers import LoggedCheckpoints
 from lt_zero.common.errors import CheckpointError
 from lt_zero.training.checkpoints import Saver
 from lt_zero.training.lightning.uploads import DirectoryUploads, Listed

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import lt_zero
 from lt_zero import ConfigError
-from lt_zero.core.engine.full_params import full_parameters
+from lt_zero.core.engine.full_values import full_parameters
 from lt_zero.parallel import LayerSpec, Pipeline, PipelineModule
 from lt_zero.parallel.pipeline.position import Position
 from tests.support.matrix import only_rows

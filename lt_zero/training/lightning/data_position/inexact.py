@@ -9,7 +9,6 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lt_zero.training.lightning.data_position.attributes import asked, is_a, items_of
-from lt_zero.training.lightning.data_position.openings import Openings
 from lt_zero.training.lightning.data_position.own_state import OwnState, reader_of
 
 
@@ -49,7 +48,7 @@ def inexact(loader: object, own: OwnState, stateful: bool) -> Iterator[str]:
             "iterate_over_all=True: a run that resumes inside of an epoch will see samples twice or not at all. Give "
             "it weights and iterate_over_all=False"
         )
-    if stateful and Openings(loader, own).unwatched:
+    if stateful and _opens_unwatched(loader, own):
         yield (
             "resumes by itself and opens a sampler of a class that allows no subclass: a run that resumes inside of an "
             "epoch may see another order. Give the sampler `state_dict` and `load_state_dict`"
@@ -120,6 +119,13 @@ _REPEATED = {
 _IN_A_BUFFER = "_shuffle"
 _ARGUMENTS = ("bufsize", "initial", "rng", "seed")
 _OF_SHARDS = "resampled_"
+
+
+def _opens_unwatched(loader: object, own: OwnState) -> bool:
+    """True if nothing tells when a loader opens its sampler."""
+    from lt_zero.training.lightning.data_position.openings import Openings
+
+    return Openings(loader, own).unwatched
 
 
 def _shuffles(part: object) -> bool:

@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from lt_zero.common.errors import CheckpointError
-from lt_zero.training.lightning.data_position.position import Feed, LoaderPlace, LoaderPosition, Make, tracked
+from lt_zero.training.lightning.data_position.loader_place import LoaderPlace
+from lt_zero.training.lightning.data_position.position import Feed, LoaderPosition, Make, tracked
 from lt_zero.training.lightning.data_position.random_state import RandomStates
+from lt_zero.training.lightning.data_position.resume import faults_of, place_of
 
 PLACE = "lt_zero_place"
 
@@ -66,13 +68,13 @@ class LoopLoader:
             self._position.load(saved)
             return
         packed = saved[PLACE] if isinstance(saved[PLACE], dict) else {}
-        wrong = LoaderPlace.faults(packed.get("place")) + ([] if isinstance(packed.get("passes"), int) else ["passes"])
+        wrong = faults_of(packed.get("place")) + ([] if isinstance(packed.get("passes"), int) else ["passes"])
         if wrong:
             raise CheckpointError(
                 f"{PLACE}: {', '.join(wrong)} of a loader cannot be read. The checkpoint is damaged. Remove the key "
                 f"{PLACE!r} from the state of the loader to resume without it."
             )
-        place = LoaderPlace.of(packed["place"], PLACE)
+        place = place_of(packed["place"], PLACE)
         # A loader that was not read yet has told the state of a pass that it has begun to be able to tell one.
         state = {key: value for key, value in saved.items() if key != PLACE} if place.openings > 0 else None
         self._pending = replace(place, state=state)

@@ -39,7 +39,6 @@ from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from lt_zero.training.lightning.data_position import generators, plain_values
 from lt_zero.training.lightning.data_position.attributes import (
     MISSING,
     asked,
@@ -54,8 +53,8 @@ from lt_zero.training.lightning.data_position.attributes import (
     replaced,
     write,
 )
-from lt_zero.training.lightning.data_position.generators import GENERATORS
-from lt_zero.training.lightning.data_position.plain_values import LONGEST, digest, is_plain
+from lt_zero.training.lightning.data_position.generators import GENERATORS, is_global, is_known
+from lt_zero.training.lightning.data_position.plain_values import LONGEST, digest, is_plain, length
 
 DEEPEST, MOST = 7, 2000  # attributes of attributes, and objects, that are looked at
 _FIRST = ("generator", "sampler", "batch_sampler")
@@ -133,15 +132,19 @@ class OwnState:
         self.untold = {}
         for place in self._places(inside, known):
             if is_a(place.value, GENERATORS):
-                taken[place.path] = generators.packed(place.value)
+                from lt_zero.training.lightning.data_position import packed_generators
+
+                taken[place.path] = packed_generators.packed(place.value)
             elif not is_plain(place.value):
                 try:
                     taken[place.path] = {"kind": "state_dict", "state": place.value.state_dict()}
                 except Exception as error:  # some have a state only once they were read
                     self.untold[place.path] = repr(error)
             elif long or self._is_short(place):
+                from lt_zero.training.lightning.data_position import packed_values
+
                 with suppress(TypeError):  # a list, say, whose last element is of another kind
-                    state = plain_values.packed(place.value)
+                    state = packed_values.packed(place.value)
                     taken[place.path] = {"kind": "value", "state": state, "new": self._is_new(place)}
         return taken
 
@@ -181,7 +184,7 @@ class OwnState:
 
     def _is_short(self, place: StatePlace) -> bool:
         """True if an order is not too long for a checkpoint."""
-        if plain_values.length(place.value) <= LONGEST:
+        if length(place.value) <= LONGEST:
             return True
         if self._is_new(place) and self._same.get(place.path) is place.value:  # else each pass computes it, most likely
             self.too_long.append(place.path)
@@ -196,6 +199,8 @@ class OwnState:
             only: generators that draw for samples, or what the order of samples may follow from; None: all.
             state_dicts: also by ``load_state_dict`` of samplers.
         """
+        from lt_zero.training.lightning.data_position import packed_generators, packed_values
+
         walk = self._look()
         places = {place.path: place for place in walk.places}
         for path, state in taken.items():
@@ -206,12 +211,12 @@ class OwnState:
                 if state_dicts and place.value is not None:
                     place.value.load_state_dict(state["state"])
             elif state["kind"] == "value":
-                value = plain_values.restored(state["state"], place.value)
+                value = packed_values.restored(state["state"], place.value)
                 if value is not place.value:
                     _let_hold(walk, place.parent, place.key, value)
             else:
                 made = place.value is None
-                found = generators.unpacked(state) if made else generators.unpack(place.value, state)
+                found = packed_generators.unpacked(state) if made else packed_generators.unpack(place.value, state)
                 if found is not place.value:
                     _let_hold(walk, place.parent, place.key, found)
 
@@ -243,8 +248,8 @@ class OwnState:
         for path, parent, key, value, owner, depth in _breadth_first(waiting):
             place = StatePlace(path, parent, owner, key, value, self._orders(path))
             if is_a(value, GENERATORS):
-                if not generators.is_global(value) and id(value) not in seen:
-                    if generators.is_known(value):
+                if not is_global(value) and id(value) not in seen:
+                    if is_known(value):
                         walk.places.append(place)
                     else:
                         walk.hidden.append(path)
@@ -471,14 +476,16 @@ def _has_state_dict(value: Any) -> bool:
 
 def are_states(taken: object) -> bool:
     """True if this is what ``OwnState.take`` returns; new generators check their states."""
+    from lt_zero.training.lightning.data_position import packed_generators, packed_values
+
     if not isinstance(taken, dict):
         return False
     try:
         for saved in taken.values():
             if saved["kind"] == "value":
-                plain_values.restored(saved["state"], None)
+                packed_values.restored(saved["state"], None)
             elif saved["kind"] != "state_dict":
-                generators.check(saved)
+                packed_generators.check(saved)
             saved["state"]
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError):
         return False

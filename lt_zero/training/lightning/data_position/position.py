@@ -63,9 +63,9 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -80,18 +80,18 @@ from lt_zero.common.users_code import warn
 from lt_zero.training.lightning.data_position.attributes import asked, attributes_of, slots_of, write
 from lt_zero.training.lightning.data_position.epochs import Epochs
 from lt_zero.training.lightning.data_position.inexact import inexact
-from lt_zero.training.lightning.data_position.iteration import RESTS, correct_counters, do_rest, rest_of
-from lt_zero.training.lightning.data_position.logged import EpochValues, are_values, restore_values, saved_values
-from lt_zero.training.lightning.data_position.openings import Opening, Openings
-from lt_zero.training.lightning.data_position.own_state import OwnState, are_states, reader_of, same_states
+from lt_zero.training.lightning.data_position.iteration import rest_of
+from lt_zero.training.lightning.data_position.loader_place import COUNTED, POSITION, VERSION, LoaderPlace, Moment
+from lt_zero.training.lightning.data_position.logged import EpochValues, saved_values
+from lt_zero.training.lightning.data_position.own_state import OwnState, reader_of, same_states
 from lt_zero.training.lightning.data_position.plain_values import LONGEST
 from lt_zero.training.lightning.data_position.random_state import RandomStates, own_or_derived
 from lt_zero.training.lightning.data_position.request import LoaderRequest
 from lt_zero.training.lightning.data_position.witness import Witness
 
-POSITION = "lt_zero_progress"
-_VERSION = 2
-_COUNTED = ("ready", "started", "processed", "completed")  # of Lightning's counters of batches
+if TYPE_CHECKING:
+    from lt_zero.training.lightning.data_position.openings import Openings
+
 _EMPTY = 10  # epochs on end without a batch that end a run which only steps would end
 Make = Callable[[], Iterator[Any]]
 
@@ -126,7 +126,8 @@ class DataPosition:
     def watch(self, trainer: pl.Trainer) -> None:
         """A fit begins. Loaders may exist already, if user code has read the number of steps."""
         if self._over:
-            self._feed.live, self._over = False, False
+            self._feed.live = False
+            self._over = False
             self._reset(trainer)
             self._request.watch(trainer)
         # All of an accumulation window, one that Lightning reads ahead, and the read that finds no other.
@@ -175,9 +176,12 @@ class DataPosition:
             self._request.restore_schedule()
             if not self._feed.untracked:
                 self._hide_advice()
+            from lt_zero.training.lightning.data_position import resume
+
             if state["consumed"] and not state["ended"]:
-                self._scale_counters(state)
-            self._restore_logged(state)
+                units = [position.unit for position in self._feed.positions]
+                resume.scale_counters(self._trainer, state, units, self._feed.untracked)
+            resume.restore_logged(self._trainer, state, self._same_ranks)
         if self._upcoming:
             self._upcoming.popleft().apply()
         elif self._ahead is not None:
@@ -189,7 +193,7 @@ class DataPosition:
                 self._begin_epoch()
             elif state["rest"] == "begin" and self._pending is not None:
                 self._restore_pending()  # before hooks that tell samplers the epoch
-            do_rest(self._trainer, state)
+            resume.do_rest(self._trainer, state)
 
     def begin_batch(self) -> None:
         """A batch is trained on next."""
@@ -232,7 +236,8 @@ class DataPosition:
 
     def finish(self) -> None:
         """The run has ended; its position can still be saved."""
-        self._feed.live, self._over = False, True
+        self._feed.live = False
+        self._over = True
         self._request.release()
         self._show_advice()
         for position in self._feed.positions:
@@ -274,7 +279,8 @@ class DataPosition:
         """This rank's states as plain containers and tensors. Draws no random number."""
         if self._loaded is not None:
             return self._loaded  # nothing was trained since
-        now, feed = self._before_validation or RandomStates.now(), self._feed
+        now = self._before_validation or RandomStates.now()
+        feed = self._feed
         consumed, repeats, ended, counted = self._consumed()
         again: list[Moment] = []  # from the first batch that a resumed run reads again
         open_window = 0  # micro-batches of an incomplete accumulation window are repeated
@@ -288,7 +294,7 @@ class DataPosition:
             position.tell_unsaved()
         states = [*(moment.states for moment in again), *([] if again and (repeats or open_window) else [now])]
         return {
-            "version": _VERSION,
+            "version": VERSION,
             "states": [state.state_dict() for state in states[:2]],  # one at set-up and one when training starts
             "consumed": consumed - open_window,
             "ended": ended,
@@ -335,21 +341,24 @@ class DataPosition:
         Raises:
             CheckpointError: the states cannot be read.
         """
+        from lt_zero.training.lightning.data_position.resume import check_state, correct_counters, place_of
+
         if not isinstance(states, Sequence) or not states:
             raise CheckpointError(
                 f"{POSITION}: the states of the saved ranks were expected, not {type(states).__name__}."
             )
         for number, state in enumerate(states):
-            _check(state, f"{POSITION}[{number}]")
+            check_state(state, f"{POSITION}[{number}]")
         number = rank if rank < len(states) else 0
-        own, where = states[number], f"{POSITION}[{number}]"
+        own = states[number]
+        where = f"{POSITION}[{number}]"
         upcoming = [
             own_or_derived([RandomStates.of(s["states"][i], where) for s in states if i < len(s["states"])], rank)
             for i in range(len(own["states"]))
         ]
         requests = [s["request"]["states"] for s in states]
         asked = [RandomStates.of(request, where) for request in requests if request is not None]
-        self._pending = [LoaderPlace.of(packed, where) for packed in own["loaders"]]
+        self._pending = [place_of(packed, where) for packed in own["loaders"]]
         self._upcoming = deque(upcoming)
         self._loaded = {**own, "states": [found.state_dict() for found in upcoming]}
         self._same_ranks = len(states) == ranks
@@ -370,41 +379,6 @@ class DataPosition:
                 UserWarning,
             )
 
-    def _restore_logged(self, state: dict[str, Any]) -> None:
-        """Restore logged values. Warns about those of the epoch that cannot be restored."""
-        if (saved := state["logged"]) is None:
-            return
-        assert self._trainer is not None
-        lost = restore_values(self._trainer, saved, self._same_ranks)
-        if lost and state["consumed"] and not state["ended"]:
-            warn(
-                f"Values of the epoch for {', '.join(map(repr, lost))} will cover its batches after this resume only: "
-                "the checkpoint does not have what was logged before.",
-                UserWarning,
-            )
-
-    def _scale_counters(self, state: dict[str, Any]) -> None:
-        """See Note [Resuming with another batch size]. Warns about loaders that lose their position."""
-        assert self._trainer is not None
-        saved, positions = state["loaders"], self._feed.positions
-        reasons = [f"{name} cannot be tracked" for name in self._feed.untracked]
-        if not reasons and len(positions) != len(saved):
-            reasons = [f"there are {len(positions)} loaders, but {len(saved)} when the checkpoint was saved"]
-        if reasons:
-            warn(
-                f"The position in the training loaders cannot be restored: {'; '.join(reasons)}. Samples of this epoch "
-                "may be seen twice. Use a DataLoader, or an object with `state_dict` and `load_state_dict`.",
-                UserWarning,
-            )
-        if not (saved and positions) or saved[0]["unit"] == positions[0].unit:
-            return
-        saved_unit, unit = saved[0]["unit"], positions[0].unit
-        shift = -(-state["consumed"] * saved_unit // unit) - state["consumed"]
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        for tracker in (progress.total, progress.current):
-            for name in _COUNTED:
-                setattr(tracker, name, max(0, getattr(tracker, name) + shift))
-
     def _restore_pending(self) -> None:
         """Restore the saved position, without changing the random states."""
         assert self._pending is not None
@@ -424,7 +398,7 @@ class DataPosition:
         """Let Lightning's counter say what it said when the pass that is read again was read first."""
         assert self._trainer is not None
         counter: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
-        for name in _COUNTED:
+        for name in COUNTED:
             setattr(counter, name, batches)
 
 
@@ -437,30 +411,6 @@ def _seed() -> int | None:
 def _reads_itself(trainer: pl.Trainer) -> bool:
     """True if the module's training step reads the iterator itself; batches that it reads ahead are not tracked."""
     return "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters
-
-
-def _check(state: Any, where: str) -> None:
-    """Raises: CheckpointError."""
-    kinds: dict[type[Any], tuple[str, ...]]
-    kinds = {list: ("states", "loaders"), int: ("consumed",), bool: ("ended", "counted", "window"), dict: ("request",)}
-    if not isinstance(state, dict) or state.get("version") != _VERSION:
-        found = state.get("version") if isinstance(state, dict) else type(state).__name__
-        raise CheckpointError(
-            f"{where}: version {_VERSION} of the position in the data was expected, not {found!r}. Remove the key "
-            f"{POSITION!r} from the checkpoint to resume without it."
-        )
-    wrong = [name for kind, names in kinds.items() for name in names if not isinstance(state.get(name), kind)]
-    wrong += [] if state.get("states") else ["states"]
-    wrong += [] if state.get("rest") in RESTS else ["rest"]
-    wrong += [] if "logged" in state and (state["logged"] is None or are_values(state["logged"])) else ["logged"]
-    wrong += [] if {"epoch", "states"} <= (state.get("request") or {}).keys() else ["request"]
-    for loader in state.get("loaders") or []:
-        wrong += LoaderPlace.faults(loader)
-    if wrong or state["consumed"] < 0:
-        raise CheckpointError(
-            f"{where}: {', '.join(dict.fromkeys(wrong)) or 'the count of batches'} cannot be read. The checkpoint is "
-            f"damaged. Remove the key {POSITION!r} from it to resume without the position in the data."
-        )
 
 
 # ---- training loaders ------------------------------------------------------------------------------------------------
@@ -571,88 +521,12 @@ def _of_the_original(name: str) -> property:
     )
 
 
-@dataclass
-class LoaderPlace:
-    """The place of a loader before a batch."""
-
-    unit: int  # samples of all ranks in a batch
-    start: RandomStates | None = None  # at the start of the pass
-    own: dict[str, Any] = field(default_factory=dict)  # private state at the start of the pass
-    # Now. Where the pass goes on, ``OwnState.take`` may have left out what it sets.
-    own_now: dict[str, Any] = field(default_factory=dict)
-    epochs: dict[str, int] = field(default_factory=dict)  # at the start of the pass
-    epochs_now: dict[str, int] = field(default_factory=dict)
-    fetched: int = 0  # batches in the pass
-    served: int = 0  # batches in the epoch, over several passes
-    openings: int = 0  # passes with the same workers
-    cycled: bool = False  # whether the loader has ended in this epoch
-    exhausted: bool = False  # whether the pass has ended
-    state: Any = None  # of a loader that resumes by itself; None: it has none, or was not asked
-    opening: Opening | None = None  # of the sampler of such a loader
-    witness: Witness | None = None
-    ranks: int | None = None  # that saw different data; None: not known
-    workers: int | None = None  # that load; None: not known
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain containers and tensors, and what the loader's own state has."""
-        packed = dict(vars(self))
-        for name in ("start", "opening", "witness"):
-            if packed[name] is not None:
-                packed[name] = packed[name].state_dict()
-        return packed
-
-    @classmethod
-    def of(cls, packed: dict[str, Any], where: str) -> LoaderPlace:
-        """Restore from ``state_dict`` without ``faults``. Raises: CheckpointError."""
-        start = packed["start"]
-        opening = packed.get("opening")
-        witness = packed["witness"]
-        read = {
-            "start": RandomStates.of(start, where) if start is not None else None,
-            "opening": Opening.of(opening, where) if opening is not None else None,
-            "witness": Witness.of(witness, where) if witness is not None else None,
-        }
-        return cls(**{**packed, **read})
-
-    @classmethod
-    def faults(cls, packed: Any) -> list[str]:
-        """Names of what cannot be read."""
-        # Checkpoints from before there were openings, or numbers of ranks or workers, have none.
-        later = ("opening", "ranks", "workers")
-        if not isinstance(packed, dict) or {*later, *packed} != {known.name for known in fields(cls)}:
-            return ["loaders"]
-        if wrong := [name for name in later[1:] if not isinstance(packed.get(name), (int, type(None)))]:
-            return wrong
-        numbers = [packed[name] for name in ("fetched", "served", "openings", "unit")]
-        if not all(isinstance(number, int) and number >= 0 for number in numbers) or packed["unit"] < 1:
-            return ["loaders"]
-        if wrong := [name for name in ("own", "own_now") if not are_states(packed[name])]:
-            return wrong
-        maps = [packed["epochs"], packed["epochs_now"]]
-        if not all(isinstance(found, dict) and all(isinstance(e, int) for e in found.values()) for found in maps):
-            return ["epochs"]
-        opening = packed.get("opening")
-        if opening is not None and not (isinstance(opening, dict) and are_states(opening.get("own"))):
-            return ["opening"]
-        witness = packed["witness"]
-        if witness is not None and not Witness.can_be_read(witness):
-            return ["witness"]
-        return []
-
-
-class Moment(NamedTuple):
-    """A point before a combined batch of all loaders, to which a resumed run can go back."""
-
-    states: RandomStates
-    served: int  # batches of the epoch before it
-    places: list[LoaderPlace]
-
-
 class LoaderPosition:
     """The position in one training loader, and the random states that the current pass began with."""
 
     def __init__(self, feed: Feed, loader: Any, world: int) -> None:
-        self._feed, self.loader = feed, loader
+        self._feed = feed
+        self.loader = loader
         self.stateful = is_stateful(loader)
         sizes = [asked(x, "batch_size") for x in (loader, asked(loader, "batch_sampler"))]
         size = next((size for size in sizes if isinstance(size, int) and size > 0), 1)
@@ -663,7 +537,11 @@ class LoaderPosition:
         self.at = LoaderPlace(self.unit, ranks=self.ranks, workers=self.workers)
         self.make: Make | None = None
         self.own = OwnState(loader, self.stateful)
-        self._openings = Openings(loader, self.own) if self.stateful else None
+        self._openings: Openings | None = None
+        if self.stateful:
+            from lt_zero.training.lightning.data_position.openings import Openings
+
+            self._openings = Openings(loader, self.own)
         self._before: RandomStates | None = None  # the read that is under way
         # Of a loader that ``skips_indices``: the number of samples in this pass, and the indices of the last batch.
         self._size: int | None = None
@@ -681,7 +559,8 @@ class LoaderPosition:
         feed = self._feed
         if not feed.live:
             return make()
-        self.make, self._last = make, None
+        self.make = make
+        self._last = None
         if feed.closed and self._set_up:
             return make()  # the user's hooks read it before training starts
         self._set_up = True
@@ -714,7 +593,8 @@ class LoaderPosition:
         self.at.start = RandomStates.now()
         self.at.own = self.own.take()
         self.at.fetched = 0
-        self.at.epochs, self.at.witness = self._epochs.state_dict(), None
+        self.at.epochs = self._epochs.state_dict()
+        self.at.witness = None
         self.at.openings += 1
         if self.stateful and not self._goes_on:
             _forget_loaded(self.loader, self.own.parts.values())
@@ -810,11 +690,13 @@ class LoaderPosition:
             # with the first batch.
             self.make()
             self._of_workers = RandomStates.now()
-        self.at.openings, self.at.served = min(place.openings, 1), served
+        self.at.openings = min(place.openings, 1)
+        self.at.served = served
         state = place.state if self._is_alike(place) else None
         if not new_epoch and place.cycled:
             self._resumed.append(iter(()))  # shows Lightning's CombinedLoader the end of this loader again
-            self.at.cycled, self.at.exhausted = True, place.exhausted
+            self.at.cycled = True
+            self.at.exhausted = place.exhausted
         if count > 0 and place.start is not None and not place.exhausted:
             self._resume_pass(place, count, state)
             return

@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
 
-from lt_zero.common.compat import is_default_logger
+from lt_zero.common.compat.of_loggers import is_default_logger
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.config.blocks import Comet, CsvMonitor, TensorBoard, Wandb
 
