@@ -88,7 +88,11 @@ class Figure(ABC):
 
     @abstractmethod
     def read(self) -> float | None:
-        """The number; None while it is unknown. Collective."""
+        """The number; None while it is unknown. Collective.
+
+        It may wait for the device, so monitors call it for the steps that they show: those of a Trainer for its lines,
+        those of a loop for each step.
+        """
 
     @abstractmethod
     def end(self) -> None:

@@ -24,8 +24,9 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -276,6 +277,7 @@ class WorkList:
         self._launch = launch
 
     def wait(self) -> None:
+        """Wait, and call ``finish``. A further wait does nothing, or raises what ``finish`` has raised."""
         for work in self.works:
             if self.watch is not None:
                 self.watch.wait(work, self._launch)
@@ -284,7 +286,16 @@ class WorkList:
         self.works = []
         if self._finish is not None:
             finish, self._finish = self._finish, None
-            finish()
+            try:
+                finish()
+            except BaseException as error:
+                # There is no result for a second wait either, and half of it may have been made.
+                self._finish = partial(_raise, error)
+                raise
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 # ---- waits of this and other packages, by their frames --------------------------------------------------------------

@@ -327,8 +327,9 @@ class Bucket:
         work, source = self._gathering or self._launch()
         work.wait()
         source.sent()
-        self._gathering = None
         self.gathers.finish(self)
+        # Only now: after an error the next use, or the release, waits once more, and meets the same error.
+        self._gathering = None
         self.live.in_flight.add(-self.storage.counted, -1)
 
     def release(self, searched: bool = False) -> None:
