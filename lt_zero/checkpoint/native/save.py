@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from lt_zero.checkpoint.native.chunks import Chunk
 from lt_zero.checkpoint.native.directory import Manifest, ManifestEntry, PendingDirectory
-from lt_zero.checkpoint.native.pieces import parameter_numbers
+from lt_zero.checkpoint.native.pieces import check_form, parameter_numbers
 from lt_zero.checkpoint.native.plain import Key, Path, described, dotted_path, to_plain
 from lt_zero.checkpoint.native.plan import (
     Beside,
@@ -180,8 +180,17 @@ def _take_optimizer(
     made: Bundle, number: int, state: Any, groups: Sequence[Sequence[str]], keeps: bool
 ) -> dict[str, Any]:
     """Move the fragments of an optimizer's state dict to the tensors; returns the rest, keyed by name, if ``keeps``."""
+    check_form(state, f"What is saved of optimizer {number}")
     state = {"state": {}, "param_groups": [], **state}  # Lightning's mock optimizer has an empty state
-    by_number = dict(zip(parameter_numbers(state), chain.from_iterable(groups), strict=True))
+    numbers, own = parameter_numbers(state), list(chain.from_iterable(groups))
+    if len(numbers) != len(own) or (strange := [str(key) for key in state["state"] if key not in numbers]):
+        found = f"states of {', '.join(strange[:5])}" if len(numbers) == len(own) else f"{len(numbers)} parameters"
+        raise CheckpointError(
+            f"What is saved of optimizer {number} has {found}, and the optimizer has {len(own)} parameters, in the "
+            "numbers of its groups. If a hook changes it (on_save_checkpoint, or one of the optimizer's state_dict), "
+            "let it keep the numbers of parameters."
+        )
+    by_number = dict(zip(numbers, own, strict=True))
     kept: dict[str, dict[str, Any]] = {}
     for parameter, entries in state["state"].items():
         name = by_number[parameter]
