@@ -276,7 +276,7 @@ class OnAllRanks(NamedTuple):
 
 
 def fitting_state(
-    saved: Any, optimizer: Optimizer, engine: Engine, names: OnAllRanks, number: int, remedy: str = NEW
+    given: Any, optimizer: Optimizer, engine: Engine, names: OnAllRanks, number: int, remedy: str = NEW
 ) -> Mapping[str, Any]:
     """Convert a saved state, by name as of ``as_lightning`` or by the numbers of the whole model, to torch's form.
 
@@ -290,7 +290,7 @@ def fitting_state(
         CheckpointError: it is no state; the saved parameters or their groups differ from the running ones; or an option
             of its groups or a counter of steps is not finite.
     """
-    check_form(saved, f"What the checkpoint has for optimizer {number}")
+    saved = check_form(given, f"What the checkpoint has for optimizer {number}")
     if not saved:
         return saved
     _check_numbers(saved, number, remedy)
@@ -518,10 +518,7 @@ def _check_numbers(saved: Mapping[str, Any], number: int, remedy: str) -> None:
 
 
 def _refuse_broken(value: Any, finite: bool, what: str, remedy: str, path: str = "The checkpoint") -> None:
-    """Raise CheckpointError if a number is NaN, or infinite and it has to be ``finite``; others may be anything.
-
-    ``path``: of the checkpoint, with which the message begins.
-    """
+    """Raise CheckpointError, which begins with ``path``, if a number is NaN, or infinite and has to be ``finite``."""
     if isinstance(value, Tensor) and not isinstance(value, LazyTensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, float) and (math.isnan(value) or (finite and math.isinf(value))):
