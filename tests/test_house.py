@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -33,7 +32,13 @@ from tests.support.house.imports import (
 from tests.support.house.loaded import by_part, fits, total
 from tests.support.house.parts import PARTS as ALL_PARTS
 from tests.support.house.parts import part_of, stale
-from tests.support.house.taken_out import checkout_without_features, feature_folders, take_out, without_features
+from tests.support.house.taken_out import (
+    checkout_without_features,
+    feature_folders,
+    only_from_copy,
+    take_out,
+    without_features,
+)
 from tests.support.house.tested import Verdict, verdicts
 from tests.support.paths import PACKAGE, ROOT
 from tests.support.walks import Function
@@ -133,6 +138,29 @@ def test_features_are_removed_from_a_copy_with_their_tests(tmp_path: Path) -> No
     assert not (bare / "features" / "ema").exists()
     assert (bare / "tools" / "compare" / "__init__.py").exists()
     assert all((root / name).exists() for name in gone)
+
+
+def test_a_process_of_a_copy_finds_nothing_of_this_checkout(tmp_path: Path) -> None:
+    """As with an editable install, whose finder knows each module of the package."""
+    for name in ("lt_zero/__init__.py", "tests/__init__.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    (tmp_path / "editable").mkdir()
+    (tmp_path / "editable" / "usercustomize.py").write_text(
+        "import sys\nfrom importlib.machinery import PathFinder\n"
+        "class Finder:\n    @staticmethod\n    def find_spec(name, path=None, target=None):\n"
+        f"        return PathFinder.find_spec(name, [{str(PACKAGE)!r}]) if name.startswith('lt_zero.') else None\n"
+        f"sys.meta_path.append(Finder)\nsys.path.append({str(ROOT)!r})\n"
+    )
+    code = (
+        f"import sys; sys.path.append({str(tmp_path / 'editable')!r}); import usercustomize, sitecustomize\n"
+        "from importlib.util import find_spec; print(find_spec('lt_zero').origin, find_spec('tests').origin)\n"
+        "print(find_spec('lt_zero.features'), find_spec('tests.support'))"
+    )
+    words = [sys.executable, "-S", "-c", code]
+    done = subprocess.run(words, cwd=tmp_path, env=only_from_copy(tmp_path), capture_output=True, text=True, check=True)
+    there = f"{tmp_path / 'lt_zero/__init__.py'} {tmp_path / 'tests/__init__.py'}"
+    assert done.stdout.splitlines() == [there, "None None"]
 
 
 def test_functions_are_counted_without_comments_docstrings_and_blank_lines(tmp_path: Path) -> None:
@@ -311,8 +339,7 @@ def test_only_its_own_tests_import_a_feature_when_they_are_collected() -> None:
 def test_other_tests_import_no_feature(tmp_path: Path) -> None:
     """All files of tests can be imported without the features and their own tests."""
     copy = checkout_without_features(ROOT, tmp_path, feature_folders(PACKAGE))
-    # The copy comes before an editable install.
-    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    environment = only_from_copy(copy)
     words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "slow or not slow", "-p", "no:cacheprovider"]
     done = subprocess.run(words, cwd=copy, env=environment, capture_output=True, text=True, check=False)
     errors = [line for line in done.stdout.splitlines() if line.startswith(("ERROR", "E  "))]

@@ -88,7 +88,7 @@ class Figure(ABC):
 
     @abstractmethod
     def read(self) -> float | None:
-        """The number; None while it is unknown. Collective."""
+        """The number; None while it is unknown. It may wait for the device. Collective."""
 
     @abstractmethod
     def end(self) -> None:

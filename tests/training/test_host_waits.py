@@ -6,6 +6,7 @@ tests/core/engine/test_host_waits.py.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -228,6 +229,33 @@ def _logged(precision: str) -> Steps:
     return Steps([[each for each in step if "_log <" in each] for step in found.waits], [])
 
 
+def _noise(found: Steps) -> Steps:
+    """Those of the noise scale only."""
+    return Steps([[each for each in step if "tools/gradient_noise/" in each] for step in found.waits], [])
+
+
+def _noise_in_lines() -> Steps:
+    """A line after every other step has the noise of the steps since the last one."""
+    return _noise(_fit(GPT(rows=4 * DATA), "32-true", steps_per_print=2, gradient_noise_scale=True))
+
+
+def _noise_in_events() -> Steps:
+    """Events of each step of a loop have the noise."""
+    with machine() as order, tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        config: dict[str, Any] = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 8}
+        config |= {"csv_monitor": {"enabled": True, "output_path": folder}, "gradient_noise_scale": True}
+        engine, *_ = lt_zero.initialize(model=Net(), optimizer=torch.optim.AdamW, config=config)
+
+        def step(number: int) -> None:
+            engine.backward(next_token_loss(engine, number, 0, dist.get_rank()))
+            engine.step()
+
+        found = _run(order, 3, step)
+        engine.destroy()
+    return _noise(found)
+
+
 def _cut(module: Callable[[str], pl.LightningModule], key: str) -> Steps:
     """The waits in the cut of batches."""
     found = _fit(module(key), "32-true", **keys_of(2))
@@ -276,6 +304,8 @@ TABLE = {
     # The skip flag of the step is read then, not in the next one.
     "printed lines, a skip flag": Row(1, _printed, ("bf16-mixed",), [1, 0, 1], [2, 0, 2]),
     "norms for a logger": Row(1, _logged, ("32-true",), [1, 0, 1, 0]),
+    "the noise scale in printed lines": Row(2, _noise_in_lines, (), [0, 1, 0, 1]),
+    "the noise scale in events": Row(2, _noise_in_events, (), [1, 1, 1]),
     # Two for each form of a batch, in torch's schedules, and one for the factor of the first loss.
     "a pipeline, 1F1B": Row(2, _pipeline, ("1F1B", [8, 8, 16, 8]), [3, 0, 2, 0], [0] * 4),
     "a pipeline, GPipe": Row(2, _pipeline, ("GPipe", [8, 8, 16, 8]), [3, 0, 2, 0], [0] * 4),
@@ -294,6 +324,8 @@ def test_waits(pool: Pool, name: str) -> None:
     skip_without(*row.args)
     if row.run is _parts:
         skip_without("activation_checkpointing")
+    if row.run in (_noise_in_lines, _noise_in_events):
+        skip_without("gradient_noise")
     if not ops.available(torch.device("cpu")):
         pytest.skip("the reference has to look at the skip flag")
     # On a GPU nothing goes through memory that ranks share.

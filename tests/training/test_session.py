@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from torch import nn
 
 import lt_zero
 from lt_zero import CheckpointError, FabricZeroStrategy
+from lt_zero.checkpoint.native.load import OnAllRanks, engine_of, fitting_state
+from lt_zero.checkpoint.native.save import bundle
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.training import session
 from tests.support.lightning_tools import torchrun_env
@@ -103,11 +106,62 @@ def _no_state(folder: str) -> None:
     fabric = _fabric(2)
     module = nn.Linear(3, 2)
     model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
-    kinds: list[Any] = [None, [], {}, {"x": 1}]
-    for number, saved in enumerate(kinds):
+    whole = {"state": {}, "param_groups": [{"params": [0, 1]}]}
+    kinds: list[tuple[Any, str]] = [
+        (None, "It is a NoneType"),
+        ([], "It is a list"),
+        ({}, ""),
+        ({"x": 1}, "It has no 'param_groups'"),
+        ({"state": {}}, "It has no 'param_groups'"),
+        ({**whole, "param_groups": {}}, "Its param_groups are a dict"),
+        ({**whole, "param_groups": [{"lr": 0.1}]}, r"param_groups\[0\] has no list 'params'"),
+        ({**whole, "state": [1]}, "Its state is a list"),
+        ({**whole, "state": {"weight": 1}}, "The state of 'weight' is a int"),
+    ]
+    for number, (saved, told) in enumerate(kinds):
         fabric.save(f"{folder}/{number}", {"model": model, "optimizer": saved})
-        with pytest.raises(CheckpointError, match="is no state of one: check the keys"):
+        with pytest.raises(CheckpointError, match=f"is no state of one: check the keys.*{told}"):
             fabric.load(f"{folder}/{number}", {"model": model, "optimizer": optimizer})
+
+
+def _broken_by_hooks(folder: str) -> None:
+    fabric = _fabric(2)
+    module = nn.Linear(3, 2)
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+    fabric.backward(model(torch.ones(1, 3)).sum())
+    optimizer.step()
+    hooks: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+        (
+            lambda state: state.update(state=3),
+            "What state_dict of AdamW returns is no state of one.*Its state is a int",
+        ),
+        (lambda state: state.pop("param_groups"), "What state_dict of AdamW .* has no 'param_groups'"),
+        (lambda state: state["param_groups"][0].pop("params"), r"param_groups\[0\] has no list 'params'"),
+        (lambda state: state["param_groups"].clear(), "It has 0 parameters, and the optimizer has 2"),
+    ]
+    for hook, told in hooks:
+        handle = optimizer.optimizer.register_state_dict_post_hook(lambda _, state, hook=hook: hook(state) and None)
+        with pytest.raises(CheckpointError, match=told):
+            fabric.save(f"{folder}/hooked", {"model": model, "optimizer": optimizer})
+        handle.remove()
+    content = optimizer.state_dict()
+    broken: list[tuple[dict[str, Any], str]] = [
+        ({"param_groups": content["param_groups"]}, "What is saved of optimizer 0 is no state of one.* has no 'state'"),
+        ({**content, "state": {5: {}}}, "optimizer 0 is .* It has states of 5, which are in none of its groups"),
+        ({**content, "param_groups": []}, "optimizer 0 is .* It has 0 parameters, and the optimizer has 2"),
+    ]
+    engine = engine_of(module)
+    assert engine is not None
+    names = OnAllRanks.of(optimizer.optimizer, engine)
+    with pytest.raises(CheckpointError, match="What the checkpoint has for optimizer 1 .* has no 'state'"):
+        fitting_state(broken[0][0], optimizer.optimizer, engine, names, 1)
+    for state, told in broken:
+        with pytest.raises(CheckpointError, match=told):
+            bundle({"state_dict": {}, "optimizer_states": [state]}, [[["weight", "bias"]]], engine.world, {}, {})
+
+
+def test_an_optimizer_state_that_a_hook_has_broken(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, _broken_by_hooks, str(tmp_path))
 
 
 def test_what_is_no_state_of_an_optimizer(pool: Pool, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.described_keys import described_keys, unknown
 from lt_zero.checkpoint.native.pieces import (
+    check_form,
     names_on_all_ranks,
     on_all_ranks,
     parameter_names,
@@ -276,7 +277,7 @@ class OnAllRanks(NamedTuple):
 
 
 def fitting_state(
-    saved: Any, optimizer: Optimizer, engine: Engine, names: OnAllRanks, number: int, remedy: str = NEW
+    given: Any, optimizer: Optimizer, engine: Engine, names: OnAllRanks, number: int, remedy: str = NEW
 ) -> Mapping[str, Any]:
     """Convert a saved state, by name as of ``as_lightning`` or by the numbers of the whole model, to torch's form.
 
@@ -290,8 +291,7 @@ def fitting_state(
         CheckpointError: it is no state; the saved parameters or their groups differ from the running ones; or an option
             of its groups or a counter of steps is not finite.
     """
-    if not isinstance(saved, Mapping) or (saved and "param_groups" not in saved):  # {}: Lightning's mock
-        raise CheckpointError("What the checkpoint has for the optimizer is no state of one: check the keys.")
+    saved = check_form(given, f"What the checkpoint has for optimizer {number}")
     if not saved:
         return saved
     _check_numbers(saved, number, remedy)
@@ -334,7 +334,7 @@ def with_names(saved: Mapping[str, Any], rename: Callable[[Any], Any]) -> dict[s
 def check_schedule(saved: Any, running: Any, path: str, remedy: str = NEW_SCHEDULE) -> None:
     """Check that a schedule can take a saved state: torch's accept any, and go on from where they are.
 
-    ``path``: of the checkpoint; ``remedy``: how to go on without the saved state, for messages.
+    ``path``: of the checkpoint, with which messages begin; ``remedy``: how to go on without the saved state, for them.
 
     Raises:
         CheckpointError: the state is of DeepSpeed's own schedules, and the running one is not; or it has a rate that is
@@ -344,7 +344,7 @@ def check_schedule(saved: Any, running: Any, path: str, remedy: str = NEW_SCHEDU
         rates = saved.get(key)
         for rate in rates if isinstance(rates, (tuple, list)) else ():
             remedies = f"{remedy} to begin a new schedule, or use another checkpoint."
-            _refuse_broken(rate, True, f"{key}={rates!r} in a schedule of {path}", remedies)
+            _refuse_broken(rate, True, f"{key}={rates!r} in a schedule", remedies, path)
     of_deepspeed = isinstance(saved, Mapping) and "last_batch_iteration" in saved and "last_epoch" not in saved
     if of_deepspeed and not hasattr(running, "last_batch_iteration"):
         raise CheckpointError(
@@ -518,9 +518,9 @@ def _check_numbers(saved: Mapping[str, Any], number: int, remedy: str) -> None:
             _refuse_broken(state["step"], True, f"step={state['step']!r} for {name} in optimizer {number}", remedy)
 
 
-def _refuse_broken(value: Any, finite: bool, what: str, remedy: str) -> None:
-    """Raise CheckpointError if a number is NaN, or infinite and it has to be ``finite``; others may be anything."""
+def _refuse_broken(value: Any, finite: bool, what: str, remedy: str, path: str = "The checkpoint") -> None:
+    """Raise CheckpointError, which begins with ``path``, if a number is NaN, or infinite and has to be ``finite``."""
     if isinstance(value, Tensor) and not isinstance(value, LazyTensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, float) and (math.isnan(value) or (finite and math.isinf(value))):
-        raise CheckpointError(f"The checkpoint has {what}, with which weights would become NaN: {remedy}")
+        raise CheckpointError(f"{path} has {what}, with which weights would become NaN: {remedy}")

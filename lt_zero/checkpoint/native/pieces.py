@@ -162,6 +162,26 @@ def _row(stored: Store | None, value: Tensor) -> Tensor:
     return value.detach().reshape(-1)
 
 
+def check_form(state: Any, what: str, count: int | None = None) -> Mapping[str, Any]:
+    """The state, if it is as torch's ``state_dict`` returns it, or {}; otherwise raise CheckpointError.
+
+    ``what``: the beginning of messages; ``count``: of the parameters, if keys are their numbers.
+    """
+    if isinstance(state, Mapping) and not state:
+        return state
+    groups, states = (state.get("param_groups"), state.get("state")) if isinstance(state, Mapping) else (None, None)
+    if isinstance(groups, (list, tuple)) and isinstance(states, Mapping):
+        lists = [group.get("params") if isinstance(group, Mapping) else None for group in groups]
+        sound = all(isinstance(each, (list, tuple)) for each in lists)
+        if sound and all(isinstance(entries, Mapping) for entries in states.values()):
+            numbers = parameter_numbers(state)
+            if count is None or (len(numbers) == count and states.keys() <= set(numbers)):
+                return state
+    from lt_zero.checkpoint.native.state_form import broken
+
+    raise broken(state, what, count)
+
+
 def packed_states(sharded: ShardedOptimizer) -> tuple[dict[str, Any], dict[int, int]]:
     """The optimizer's own ``state_dict``, without reading states from files, and parameter numbers by id. Collective.
 
@@ -171,6 +191,9 @@ def packed_states(sharded: ShardedOptimizer) -> tuple[dict[str, Any], dict[int, 
     optimizer, parameters = sharded.optimizer, sharded.parameters()
     with sharded.by_bucket():
         packed = optimizer.state_dict()
+    # A hook may have dropped the states: those of the engine's parameters are not read from there.
+    form = {"state": {}, **packed} if isinstance(packed, Mapping) else packed
+    check_form(form, f"What state_dict of {type(optimizer).__name__} returns", len(parameters))
     numbers = {id(p): n for n, p in zip(parameter_numbers(packed), parameters, strict=True)}
     foreign = (p for p in parameters if id(p) not in sharded.engine.owner and p in optimizer.state)
     return {**packed, "state": {numbers[id(p)]: optimizer.state[p] for p in foreign}}, numbers

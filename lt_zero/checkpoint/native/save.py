@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 
 from lt_zero.checkpoint.native.directory import Chunk, Manifest, ManifestEntry, PendingDirectory
-from lt_zero.checkpoint.native.pieces import parameter_numbers
+from lt_zero.checkpoint.native.pieces import check_form, parameter_numbers
 from lt_zero.checkpoint.native.plain import Key, Path, dotted_path, to_plain
 from lt_zero.checkpoint.native.plan import (
     Beside,
@@ -179,8 +179,10 @@ def _take_optimizer(
     made: Bundle, number: int, state: Any, groups: Sequence[Sequence[str]], keeps: bool
 ) -> dict[str, Any]:
     """Move the fragments of an optimizer's state dict to the tensors; returns the rest, keyed by name, if ``keeps``."""
+    own = list(chain.from_iterable(groups))
+    check_form(state, f"What is saved of optimizer {number}", len(own))
     state = {"state": {}, "param_groups": [], **state}  # Lightning's mock optimizer has an empty state
-    by_number = dict(zip(parameter_numbers(state), chain.from_iterable(groups), strict=True))
+    by_number = dict(zip(parameter_numbers(state), own, strict=True))
     kept: dict[str, dict[str, Any]] = {}
     for parameter, entries in state["state"].items():
         name = by_number[parameter]

@@ -275,6 +275,7 @@ class WorkList:
         self.watch = watch
         self.costs = costs
         self._finish = finish
+        self._failed: BaseException | None = None
         self._launch = launch
 
     def wait(self) -> None:
@@ -284,9 +285,15 @@ class WorkList:
             else:
                 work.wait()
         self.works = []
+        if self._failed is not None:
+            raise self._failed  # half of the result may have been made
         if self._finish is not None:
             finish, self._finish = self._finish, None
-            finish()
+            try:
+                finish()
+            except BaseException as error:
+                self._failed = error
+                raise
 
 
 # ---- waits of this and other packages, by their frames --------------------------------------------------------------

@@ -327,8 +327,8 @@ class Bucket:
         work, source = self._gathering or self._launch()
         work.wait()
         source.sent()
-        self._gathering = None
         self.gathers.finish(self)
+        self._gathering = None  # only now: after an error the next use, or the release, meets the same one
         self.live.in_flight.add(-self.storage.counted, -1)
 
     def release(self, searched: bool = False) -> None:

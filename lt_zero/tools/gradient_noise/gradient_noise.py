@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lt_zero.common import accelerator
 from lt_zero.common.errors import ConfigError
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.feature import PlaceInRun
@@ -143,14 +144,18 @@ class _Training:
         self._backwards = self._rows = 0
 
     def read(self) -> float | None:
-        """The noise scale in samples; None while it is unknown, or if noise hides the gradient. Collective."""
+        """The noise scale in samples; None while it is unknown, or if noise hides the gradient. Collective.
+
+        The host waits for the device once if there were steps since the last call.
+        """
         new, self._new = self._new, []
         if new:
             device, parts = self._squares.device, self._parts
-            rows = torch.tensor([samples for _, _, samples in new], dtype=torch.float64, device=device)
+            rows = accelerator.send(torch.tensor([samples for _, _, samples in new], dtype=torch.float64), device)
             sums = self._world.sum_all(torch.stack([torch.stack([each[0] for each in new]), rows]), "gradient noise")
-            norms = torch.stack([norm for _, norm, _ in new]).tolist()
-            for total, samples, norm in zip(*sums.tolist(), norms, strict=True):
+            # The only copy to the host, which waits for the device.
+            norms = torch.stack([norm for _, norm, _ in new]).to(sums)
+            for total, samples, norm in zip(*torch.cat([sums, norms[None]]).tolist(), strict=True):
                 small, big = total / parts, norm**2
                 found = (small - big) * samples / (parts - 1), (parts * big - small) / (parts - 1)
                 if all(map(math.isfinite, found)):  # otherwise the step was skipped

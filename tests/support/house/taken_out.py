@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,6 +10,15 @@ from typing import NamedTuple
 
 from tests.support.house.imports import Package
 from tests.support.house.parts import PARTS, part_of
+from tests.support.paths import ROOT
+
+# Runs after the files of an editable install, whose finder would fill in what a copy lacks.
+_SITE = """import sys
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
+
+sys.meta_path[:] = [finder for finder in sys.meta_path if finder in (BuiltinImporter, FrozenImporter, PathFinder)]
+sys.path[:] = [folder for folder in sys.path if folder != {root!r}]
+"""
 
 
 class Removed(NamedTuple):
@@ -64,6 +74,14 @@ def checkout_without_features(root: Path, folder: Path, gone: Iterable[Path]) ->
         shutil.rmtree(copy / "lt_zero" / each)
         shutil.rmtree(copy / "tests" / each)
     return copy
+
+
+def only_from_copy(copy: Path) -> dict[str, str]:
+    """Variables for processes that find this package, and its tests, in ``copy`` and nowhere else."""
+    site = copy / "build" / "site-of-copy"
+    site.mkdir(parents=True, exist_ok=True)
+    (site / "sitecustomize.py").write_text(_SITE.format(root=str(ROOT)), encoding="utf-8")
+    return {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{copy}"}
 
 
 def _tests_of(part: str, package: Package, suite: Package, parts: Mapping[str, tuple[str, ...]]) -> set[str]:

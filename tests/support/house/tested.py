@@ -6,7 +6,6 @@ the skipped ones and the tests of the other features have to pass: none may need
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from tests.support.house.taken_out import feature_folders
+from tests.support.house.taken_out import feature_folders, only_from_copy
 
 _REASON = "not installed: "  # of tests.support.features
 
@@ -68,8 +67,7 @@ def run_tests(checkout: Path, tests: Sequence[str], processes: int = 2) -> Verdi
     report = checkout / "report.xml"
     words = [sys.executable, "-m", "pytest", "-q", "-n", str(processes), "--dist", "loadfile", "-p", "no:cacheprovider"]
     words += [f"--junit-xml={report}", "-o", "junit_family=xunit1"]  # which has the files of tests
-    # The copy comes before an editable install.
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    environment = only_from_copy(checkout)
     done = subprocess.run([*words, *tests], cwd=checkout, env=environment, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):
         raise RuntimeError(done.stdout[-2000:] + done.stderr)
