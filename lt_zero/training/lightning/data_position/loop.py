@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.random_states import RandomStates
 from lt_zero.training.lightning.data_position.position import Feed, LoaderPlace, LoaderPosition, Make, tracked
-from lt_zero.training.lightning.data_position.random_state import RandomStates
 
 PLACE = "lt_zero_place"
 

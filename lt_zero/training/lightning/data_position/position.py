@@ -76,6 +76,7 @@ from torchmetrics import Metric
 
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.module_hooks import ProcessLocal
+from lt_zero.common.random_states import RandomStates, own_or_derived
 from lt_zero.common.users_code import warn
 from lt_zero.training.lightning.data_position.attributes import asked, attributes_of, slots_of, write
 from lt_zero.training.lightning.data_position.epochs import Epochs
@@ -85,7 +86,6 @@ from lt_zero.training.lightning.data_position.logged import EpochValues, are_val
 from lt_zero.training.lightning.data_position.openings import Opening, Openings
 from lt_zero.training.lightning.data_position.own_state import OwnState, are_states, reader_of, same_states
 from lt_zero.training.lightning.data_position.plain_values import LONGEST
-from lt_zero.training.lightning.data_position.random_state import RandomStates, own_or_derived
 from lt_zero.training.lightning.data_position.request import LoaderRequest
 from lt_zero.training.lightning.data_position.witness import Witness
 

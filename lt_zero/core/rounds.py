@@ -1,0 +1,140 @@
+"""Rounds: which micro-batches ranks run at the same time, and with which random numbers and buffers each begins.
+
+A ``Rounds`` is plain: each rank runs one micro-batch after the other, with whatever its process has. A feature by which
+ranks run several micro-batches as one round brings another one (``Feature.rounds``). The faces ask it in all runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from lt_zero.core.comm.ranks import Ranks
+
+
+class Turns:
+    """The batches of one round that a rank runs, in the order of its turns. One leaf of a tree of batches.
+
+    Attributes:
+        batches: one for each turn.
+    """
+
+    __slots__ = ("batches",)
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = tuple(batches)
+
+
+class Rounds:
+    """A run in which each micro-batch is one of a rank.
+
+    Attributes:
+        count: the number of micro-batches of a round; None: there are no rounds.
+        turns: micro-batches of a round that this rank runs, one after the other.
+    """
+
+    count: int | None = None
+    turns = 1
+
+    # ---- numbers -----------------------------------------------------------------------------------------------
+
+    def parts(self, data_ranks: int) -> int:
+        """The number of parts that data are divided into; ``data_ranks``: of the run."""
+        return data_ranks
+
+    def number(self, turn: int) -> int:
+        """The number of the micro-batch that this rank runs in a turn, among those of a round."""
+        raise NotImplementedError
+
+    # ---- random numbers ----------------------------------------------------------------------------------------
+
+    def begin(self, anew: bool) -> None:
+        """Give all ranks the random states of rank 0, which they share outside of turns. Collective.
+
+        ``anew``: a run begins, and those of each micro-batch are derived from them.
+        """
+
+    def turn(self, turn: int) -> AbstractContextManager[None]:
+        """Context of what is run of the micro-batch of a turn: with random numbers of its own."""
+        return nullcontext()
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Context after which random states of micro-batches are what they were before: that of an evaluation."""
+        return nullcontext()
+
+    # ---- data --------------------------------------------------------------------------------------------------
+
+    def loader(self, loader: Any) -> Any:
+        """The loader of rounds, whose items are ``Turns``, over a loader of the first turn's batches.
+
+        Raises:
+            ConfigError: it is not known how its data are divided.
+        """
+        return loader
+
+    # ---- buffers -----------------------------------------------------------------------------------------------
+
+    def follow(self, root: nn.Module, peers: Ranks) -> None:
+        """Look after the buffers of a model, which ``peers`` have, from now on."""
+
+    def begin_turn(self, turn: int) -> None:
+        """Let the buffers be what they were when the round began. Called for each turn, in order."""
+
+    def end_round(self) -> None:
+        """Let the buffers be what the first micro-batch of the round has made of them. Collective."""
+
+    # ---- values ------------------------------------------------------------------------------------------------
+
+    def in_order(self, mine: Sequence[Any], name: str) -> list[Any]:
+        """The values of all micro-batches, in the order of their numbers; tensors are on the host. Collective.
+
+        Args:
+            mine: of this rank, one for each turn: picklable, with tensors of any shapes.
+            name: of what they are, for errors.
+        """
+        raise NotImplementedError
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The random states of this rank's micro-batches, by their numbers."""
+        return {}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]], where: str) -> None:
+        """Restore the states that all ranks of the saved run had; that run may have had other ranks.
+
+        Raises:
+            CheckpointError: they are not those of as many micro-batches.
+        """
+
+
+def split(tree: Any, turns: int) -> list[Any] | None:
+    """The trees of each turn, of a tree with ``Turns`` among its leaves; None if it has none."""
+    if not any(isinstance(leaf, Turns) for leaf in _leaves(tree)):
+        return None
+    return [_of_turn(tree, turn) for turn in range(turns)]
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, Mapping):
+        for child in tree.values():
+            yield from _leaves(child)
+    elif isinstance(tree, (list, tuple)):
+        for child in tree:
+            yield from _leaves(child)
+    else:
+        yield tree
+
+
+def _of_turn(tree: Any, turn: int) -> Any:
+    if isinstance(tree, Turns):
+        return tree.batches[turn]
+    if isinstance(tree, dict):
+        return {key: _of_turn(child, turn) for key, child in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_of_turn(child, turn) for child in tree)
+    return tree

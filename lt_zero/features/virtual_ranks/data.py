@@ -1,0 +1,228 @@
+"""Data of virtual ranks: each has a pass of its own over a loader, with its own samples, order and workers.
+
+Note [Parts of the data]
+    A virtual rank sees what a rank of its number would see in a run of as many ranks. So its loader is a copy of the
+    user's with a sampler of its own: a ``DistributedSampler`` gets its number; any other sampler is copied, and draws
+    from its random stream. The data set is shared, since it may be large. Loaders of one process are read in the order
+    of virtual ranks, and in the main process each reads with random numbers of its own (Note [Streams]).
+    A sampler that shares out one order among ranks, and takes it from another sampler that draws random numbers, needs
+    the same numbers for all virtual ranks, so these draw from streams that begin alike.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from lt_zero.common.errors import ConfigError
+from lt_zero.core.comm.ranks import Ranks
+from lt_zero.core.rounds import Turns
+from lt_zero.features.virtual_ranks.streams import DATA, ORDER, Streams
+
+_KEY = "reproducible.virtual_ranks"
+
+
+class OfAll:
+    """Samplers of a round as one: told the epoch together, asked as the first one."""
+
+    def __init__(self, samplers: Sequence[Any]) -> None:
+        self._samplers = tuple(samplers)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell all of them the epoch, if they want to know it."""
+        for sampler in self._samplers:
+            if callable(tell := getattr(sampler, "set_epoch", None)):
+                tell(epoch)
+
+    @property
+    def sampler(self) -> OfAll:
+        """The samplers that batch samplers read."""
+        return OfAll([sampler.sampler for sampler in self._samplers])
+
+    def __len__(self) -> int:
+        return len(self._samplers[0])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._samplers[0], name)
+
+
+class _Drawing:
+    """A sampler that shares out one order, and draws it from the stream that begins alike for all virtual ranks."""
+
+    def __init__(self, inner: Any, streams: Streams, number: int) -> None:
+        self._inner = inner
+        self._streams = streams
+        self._number = number
+
+    def __iter__(self) -> Iterator[Any]:
+        with self._streams.of(self._number, ORDER):
+            items = iter(self._inner)
+        while True:
+            with self._streams.of(self._number, ORDER):
+                item = next(items, self)
+            if item is self:
+                return
+            yield item
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_inner" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+class RoundLoader:
+    """Gives the batches of a round: those of this process, as ``Turns``.
+
+    Args:
+        loaders: one for each turn.
+        numbers: of their virtual ranks.
+        streams: of these.
+        ranks: all of the run.
+
+    Attributes:
+        loaders: ``loaders``. Other attributes are those of the first one.
+    """
+
+    def __init__(self, loaders: Sequence[Any], numbers: Sequence[int], streams: Streams, ranks: Ranks) -> None:
+        self.loaders = list(loaders)
+        self.numbers = tuple(numbers)
+        self._streams = streams
+        self._ranks = ranks
+
+    @classmethod
+    def of(cls, loader: Any, streams: Streams, ranks: Ranks) -> RoundLoader:
+        """The loader of rounds over copies of ``loader``.
+
+        Raises:
+            ConfigError: it is not known how its data are divided.
+        """
+        if not isinstance(loader, DataLoader) or callable(getattr(loader, "state_dict", None)):
+            raise ConfigError.about(
+                _KEY,
+                f"{_KEY}={streams.count}: the data of a {type(loader).__name__} cannot be divided among virtual ranks. "
+                "Use a torch.utils.data.DataLoader.",
+            )
+        made = [_loader_of(loader, streams, number) for number in streams.numbers]
+        return cls(made, streams.numbers, streams, ranks)
+
+    @property
+    def sampler(self) -> Any:
+        """The samplers of all turns."""
+        return OfAll([loader.sampler for loader in self.loaders])
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The batch samplers of all turns; None if batches are not made of samples."""
+        made = [loader.batch_sampler for loader in self.loaders]
+        return OfAll(made) if made[0] is not None else None
+
+    def __len__(self) -> int:
+        lengths = {len(loader) for loader in self.loaders}
+        if len(lengths) > 1:
+            raise self._uneven(f"{', '.join(map(str, sorted(lengths)))} batches")
+        return lengths.pop()
+
+    def __iter__(self) -> Iterator[Turns]:
+        passes = []
+        for number, loader in zip(self.numbers, self.loaders, strict=True):
+            with self._streams.of(number, DATA):
+                passes.append(iter(loader))
+        counted = not isinstance(self.loaders[0].dataset, IterableDataset)
+        while True:
+            batches = []
+            for number, batches_of_one in zip(self.numbers, passes, strict=True):
+                with self._streams.of(number, DATA):
+                    batches.append(next(batches_of_one, self))
+            if self._ended([batch is self for batch in batches], counted):
+                return
+            yield Turns(batches)
+
+    def _ended(self, ends: list[bool], counted: bool) -> bool:
+        """True if all virtual ranks have come to their end; ``counted``: their lengths are known to be the same.
+
+        Collective, if they are not.
+
+        Raises:
+            ConfigError: on all ranks: some have, and others have not.
+        """
+        if not counted:
+            flags = torch.tensor([any(ends), not all(ends)], dtype=torch.uint8)
+            self._ranks.host_max(flags, "ends of the data").wait()
+            some_end, some_go_on = flags.tolist()
+            if some_end and some_go_on:
+                raise self._uneven("data of different lengths")
+            return bool(some_end)
+        if any(ends) and not all(ends):
+            raise self._uneven("data of different lengths")
+        return all(ends)
+
+    def _uneven(self, what: str) -> ConfigError:
+        return ConfigError.about(
+            _KEY,
+            f"{_KEY}={self._streams.count}: virtual ranks have {what}, and rounds need a batch of each. Give all of "
+            "them as many batches, for example by drop_last=True.",
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "loaders" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.loaders[0], name)
+
+
+def _loader_of(loader: DataLoader[Any], streams: Streams, number: int) -> DataLoader[Any]:
+    """A copy of ``loader`` that reads what virtual rank ``number`` does."""
+    made = copy.copy(loader)
+    own = vars(made)
+    own["_iterator"] = None
+    shared = {id(loader.dataset): loader.dataset}
+    if loader.generator is not None:
+        own["generator"] = copy.deepcopy(loader.generator)
+        shared[id(loader.generator)] = own["generator"]
+    if isinstance(loader.dataset, IterableDataset):
+        return made
+    name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    sampler = copy.deepcopy(getattr(loader, name), shared)
+    inner = getattr(sampler, "sampler", sampler) if name == "batch_sampler" else sampler
+    if isinstance(inner, DistributedSampler):
+        _divide(inner, streams.count, number)
+    elif hasattr(inner, "num_replicas") or hasattr(sampler, "num_replicas"):
+        raise ConfigError.about(
+            _KEY,
+            f"{_KEY}={streams.count}: {type(sampler).__name__} divides samples among ranks by itself. Use a "
+            "torch.utils.data.DistributedSampler, or none, so that Lightning's is used.",
+        )
+    if name == "batch_sampler":
+        own["sampler"] = getattr(sampler, "sampler", made.sampler)
+    if isinstance(inner, DistributedSampler) and type(inner) is not DistributedSampler:
+        sampler = _Drawing(sampler, streams, number)
+    own[name] = sampler
+    return made
+
+
+def _divide(sampler: DistributedSampler[Any], count: int, number: int) -> None:
+    """Let a copy of a sampler share out its order among virtual ranks.
+
+    Raises:
+        ConfigError: it has another constructor than torch's, so that its numbers cannot be made anew.
+    """
+    if sampler.num_replicas != count:
+        if type(sampler) is not DistributedSampler:
+            raise ConfigError.about(
+                _KEY,
+                f"{_KEY}={count}: {type(sampler).__name__}(num_replicas={sampler.num_replicas}) divides samples among "
+                f"ranks. Make it with num_replicas={count}, or use torch's DistributedSampler.",
+            )
+        how = {"shuffle": sampler.shuffle, "seed": sampler.seed, "drop_last": sampler.drop_last}
+        epoch = sampler.epoch
+        sampler.__init__(sampler.dataset, num_replicas=count, rank=number, **how)  # type: ignore[misc]
+        vars(sampler).update(epoch=epoch)
+    vars(sampler).update(rank=number)
