@@ -130,7 +130,8 @@ class GradReducer:
 
     def _keeps_local(self, bucket: Bucket) -> bool:
         """True if the gradients of ``bucket`` from the running backward wait for a later reduction."""
-        waits = not self.sync or self._exchange.reduces_at_step
+        waits = not self.sync and not self._exchange.reduces_each_backward
+        waits = waits or self._exchange.reduces_at_step
         return bucket.plan.is_wide or (waits and not bucket.sharding.grads)
 
     @property

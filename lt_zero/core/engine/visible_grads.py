@@ -387,12 +387,15 @@ class UnusedParameters:
         # The result of ``finish_reductions``, and ``GradViews.changes`` then.
         self._found: tuple[set[Place], int] | None = None
         self.late: set[Bucket] = set()
+        self._overdue: set[Bucket] = set()  # that were late in an earlier backward, if each is reduced by itself
         self.nonfinite = False
 
     def record(self) -> None:
         """Called when the reductions of a backward are finished."""
         self._views.begin()
         self._flags = None
+        if self._exchange.reduces_each_backward:
+            self._overdue |= self.late
         if self._reducer.sync:
             self._launch()
         else:
@@ -405,6 +408,7 @@ class UnusedParameters:
         Stand-ins would let ``module.double()`` and its like fail.
         """
         self._flags = None
+        self._overdue.clear()
         self._views.abort()
 
     def _launch(self) -> ExchangedFlags:
@@ -417,7 +421,7 @@ class UnusedParameters:
 
     def _report_used(self) -> list[bool]:
         """Report which parameters had a gradient on this rank; notes the ``late`` buckets."""
-        self.late = set()
+        self.late = set(self._overdue)
         flags = list[bool]()
         for bucket in self._buckets:
             got = bucket.which_have_grads()
@@ -463,6 +467,9 @@ class UnusedParameters:
             raise
         late = [bucket for bucket, flag in zip(self._buckets, maxima["late"], strict=True) if flag]
         if late:
+            if self._exchange.reduces_each_backward:
+                self._flags = None
+                self._exchange.refuse_second_reduction(", ".join(bucket.name for bucket in late))
             if stays:
                 # Detach first: the second reduction takes what ``p.grad`` has, and must not take stand-ins.
                 views.detach()
