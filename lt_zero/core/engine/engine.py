@@ -192,7 +192,7 @@ class Engine(ProcessLocal):
         self._ranges = UnitRanges()  # timing of units in the running backward
         self.buffers = BufferSync(root, self.peers, options.broadcast_buffers and not exchange.sums_late)
         self.same_on_ranks = SameOnRanks(self.peers, root, [p for b in self.buckets for p in b.params])
-        self.grad_views = GradViews(self.peers, self.buckets, self.parts)
+        self.grad_views = GradViews(self.peers, self.buckets, self.parts, options.norms)
         news = [
             self.buffers.section(),
             self.same_on_ranks.section(),

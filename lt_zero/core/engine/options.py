@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from lt_zero.common.codec import RestingCodec
 from lt_zero.common.moment_form import MomentForm
+from lt_zero.common.norms import VectorNorm
 from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.layout import ALIGN
 from lt_zero.core.engine.weight_rounding import WeightRounding
@@ -112,6 +113,7 @@ class EngineOptions:
             they are.
         align: elements: parameters begin at multiples of so many in flat tensors, a power of 2 of at least ``ALIGN``
             (layout.py).
+        norms: makes a norm of an order, by which sums of powers of gradients are added up over ranks and buckets.
     """
 
     dtypes: DtypePolicy
@@ -142,3 +144,4 @@ class EngineOptions:
     resting: RestingCodec | None = None
     sent_dense: Callable[[nn.Module], set[Parameter]] | None = None
     align: int = ALIGN
+    norms: Callable[[float], VectorNorm] = VectorNorm

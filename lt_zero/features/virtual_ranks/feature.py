@@ -11,6 +11,7 @@ from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.engine.options import EngineOptions
 from lt_zero.core.engine.partition import EnginePlan, GroupFacts
 from lt_zero.core.feature import Feature
+from lt_zero.features.virtual_ranks.exact_norm import norm_of_order
 from lt_zero.features.virtual_ranks.exchange import FoldPlan
 from lt_zero.features.virtual_ranks.fold import folding
 
@@ -32,7 +33,7 @@ class VirtualRanks(Feature):
 
     @override
     def options(self, options: EngineOptions, training: bool) -> EngineOptions:
-        return replace(options, align=_ALIGN, divides_alone=True)
+        return replace(options, align=_ALIGN, divides_alone=True, norms=norm_of_order)
 
     @override
     def exchange(self, plan: EnginePlan, skips_steps: bool, group: GroupFacts) -> FoldPlan:
