@@ -177,7 +177,7 @@ class GradReducer:
         replicas = self._replicas(bucket, again)
         work: Work = Done()
         try:
-            out, add = grads.target(replicas)
+            out, add = grads.target(replicas, whole=self._exchange.reduces_each_backward)
             if send is not None:
                 work = self._exchange.reduce(bucket, out, send, add, replicas)
             else:
