@@ -12,7 +12,9 @@ from torch.nn import Parameter
 
 from lt_zero.common.codec import RestingCodec
 from lt_zero.common.moment_form import MomentForm
+from lt_zero.common.norms import VectorNorm
 from lt_zero.core.engine.dtypes import DtypePolicy
+from lt_zero.core.engine.layout import ALIGN
 from lt_zero.core.engine.weight_rounding import WeightRounding
 from lt_zero.core.stores.thread_pool import IoOptions
 
@@ -103,12 +105,15 @@ class EngineOptions:
         offload_params: of parameters; off below stage 3.
         pin_memory: pin host memory if there is an accelerator.
         files: how files are read and written.
-        predivides: gradients are divided by a factor before a reduction.
+        divides_alone: the gradients of a single rank are divided by a factor, too, before or after their reduction.
         moments: form in which element-wise states of the optimizer are kept; None: as the step computes them.
         rounding: makes the rounding of a step's weights out of a seed, the same on all ranks; None: to the nearest.
         resting: codec in which sharded weights that are not trained rest; None: they rest as they are.
         sent_dense: returns the parameters of a module whose gradients are never sent compressed; None: all are sent as
             they are.
+        align: elements: parameters begin at multiples of so many in flat tensors, a power of 2 of at least ``ALIGN``
+            (layout.py).
+        norms: makes a norm of an order, by which sums of powers of gradients are added up over ranks and buckets.
     """
 
     dtypes: DtypePolicy
@@ -133,8 +138,10 @@ class EngineOptions:
     offload_params: ParamsOffload
     pin_memory: bool
     files: IoOptions
-    predivides: bool
+    divides_alone: bool
     moments: MomentForm | None
     rounding: Callable[[int], WeightRounding] | None = None
     resting: RestingCodec | None = None
     sent_dense: Callable[[nn.Module], set[Parameter]] | None = None
+    align: int = ALIGN
+    norms: Callable[[float], VectorNorm] = VectorNorm

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -88,6 +88,7 @@ class ShownBy(Protocol):
 
     parts: Parts
     norms: dict[float, dict[Place, Tensor]]
+    norms_of: Callable[[float], VectorNorm]
 
     def norm(self, place: Place, norm_type: float) -> Tensor: ...
 
@@ -204,9 +205,11 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return me
     sharded = [t for t in iter_tensors((args, kwargs)) if isinstance(t, _Sharded)]
     # The whole gradient is here, and the stand-in is no view of it only because of its dtype.
-    if all(isinstance(grad, ShardedGrad) and is_whole(grad._owners()[0]) for grad in sharded):
-        return _call_whole(func, args, kwargs)
     name = getattr(func, "__name__", "")
+    # Torch would add up squares in another order than the ranks do.
+    in_order = (func in NORMS or name == "_foreach_norm") and sharded[0]._owners()[2].norms_of is not VectorNorm
+    if not in_order and all(isinstance(grad, ShardedGrad) and is_whole(grad._owners()[0]) for grad in sharded):
+        return _call_whole(func, args, kwargs)
     if name.startswith("_foreach_"):
         return _for_each(func, name.removeprefix("_foreach_"), args, kwargs, sharded[0])
     if me is not None and func in SAME:
@@ -466,7 +469,7 @@ def _norm(me: _Sharded, order: float, dtype: torch.dtype | None) -> Tensor:
     bucket, index, shown_by = me._owners()
     if isinstance(me, ShardedGrad):
         return shown_by.norm((bucket, index), order).to(dtype or wide(bucket.grads.dtype))
-    kind, device = VectorNorm(order), bucket.group.device
+    kind, device = shown_by.norms_of(order), bucket.group.device
     rows: Iterator[Tensor] = iter(() if bucket.repeats(index) else me._rows(False))
     parts = combine_rows(kind.part(rows, device)[None], [bucket.holders(index)], "gradient norms", kind.takes_maximum)
     return kind.finish(parts)[0].to(dtype or wide(me.dtype))

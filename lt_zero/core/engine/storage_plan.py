@@ -266,7 +266,7 @@ def plan_storage(
             trains=bucket.trains and training,
             narrows=bucket.narrows,
             codecs=codecs_of(bucket, group),
-            skips_collective=group.alone and wire is None and not options.predivides,
+            skips_collective=group.alone and wire is None and not options.divides_alone,
             states=states,
             weights=weights,
         )

@@ -139,7 +139,7 @@ class ReducedGrads:
         Raises:
             RuntimeError: the order is 0, and ranks step with their own gradients.
         """
-        if norm_type != 2.0:
+        if norm_type != 2.0 or self._engine.options.norms is not VectorNorm:
             return self._norm_of_order(norm_type)
         engine, device = self._engine, self._engine.device
         # In fp64: squares of finite fp32 gradients may overflow fp32, and the norm is the test for overflow.
@@ -168,7 +168,7 @@ class ReducedGrads:
 
     def _norm_of_order(self, order: float) -> Tensor:
         """``norm`` of any order."""
-        engine, kind = self._engine, VectorNorm(order)
+        engine, kind = self._engine, self._engine.options.norms(order)
         apart, device = engine.exchange.ranks_step_apart, engine.device
         if order == 0.0:
             return self._count_nonzero_gradients()
@@ -188,7 +188,7 @@ class ReducedGrads:
         Raises:
             RuntimeError: the ranks step with their own gradients.
         """
-        engine, kind = self._engine, VectorNorm(0.0)
+        engine, kind = self._engine, self._engine.options.norms(0.0)
         if engine.exchange.ranks_step_apart:
             raise RuntimeError(
                 "norm_type=0: the ranks step with their own gradients, whose norms of order 0 have no mean. Use "

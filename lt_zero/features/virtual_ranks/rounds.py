@@ -27,24 +27,13 @@ class VirtualRounds(Rounds):
 
     Args:
         count: the number of virtual ranks.
-        group: all N ranks.
-
-    Raises:
-        ConfigError: N does not divide ``count``.
+        group: all N ranks; N divides ``count``.
     """
 
     def __init__(self, count: int, group: ShardGroup) -> None:
-        ranks = group.size
-        if count % ranks:
-            fit = ", ".join(str(number) for number in range(1, count + 1) if count % number == 0)
-            raise ConfigError.about(
-                KEY,
-                f"{KEY}={count}: the {ranks} data ranks of this run do not divide it. Use one of {fit} ranks, or a "
-                f"multiple of {ranks} virtual ranks.",
-            )
         self._ranks = group
         self.count: int = count
-        self.turns = count // ranks
+        self.turns = count // group.size
         self._streams = Streams(count, [self.number(turn) for turn in range(self.turns)])
         self._buffers: RoundBuffers | None = None
 

@@ -59,6 +59,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
             as for ``ZeroStrategy``. The script parallelizes the module, over
             ``fabric.strategy.device_mesh["tensor_parallel"]``; loaders that are set up return the rank's part of
             sequences.
+        virtual_ranks: as for ``ZeroStrategy``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as in every strategy.
         process_group_backend: torch's for the device by default: ``gloo`` on CPU, ``nccl`` on CUDA.
         timeout: of collectives.
@@ -91,6 +92,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         sequence_parallel_size: int | None = None,
         expert_parallel_size: int | None = None,
         dp_replicate_size: int | None = None,
+        virtual_ranks: int | None = None,
     ) -> None:
         loaded = self._read_arguments(
             stage=stage,
@@ -106,6 +108,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
             sequence_parallel_size=sequence_parallel_size,
             expert_parallel_size=expert_parallel_size,
             dp_replicate_size=dp_replicate_size,
+            virtual_ranks=virtual_ranks,
         )
         self.config: ZeroConfig = loaded.usable()
         self._shown = shown(self.config)  # in checkpoints

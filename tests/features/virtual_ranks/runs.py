@@ -89,6 +89,11 @@ def told(module: Module, more: Any = None) -> Run:
     return Run(module.seen, {name: value.clone() for name, value in module.named_buffers()}, more)
 
 
+def full_weights(trainer: pl.Trainer) -> Any:
+    """The weights, on rank 0. Collective."""
+    return trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
+
+
 def by_round(runs: list[Run], count: int = COUNT) -> list[tuple[Any, ...]]:
     """What all micro-batches have seen, in the order of rounds and, in them, of virtual ranks."""
     ranks = len(runs)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lt_zero import ConfigError
-from tests.features.virtual_ranks.runs import COUNT, RANKS, Module, Run, by_round, check, fit, told
+from tests.features.virtual_ranks.runs import COUNT, RANKS, Module, Run, by_round, check, fit, full_weights, told
 from tests.support.pool import Pool
 
 
@@ -32,6 +32,25 @@ def test_each_virtual_rank_sees_the_same_at_any_number_of_ranks(pool: Pool) -> N
         assert len({str(micro[3]) for micro in seen[at : at + COUNT]}) == 1, "a round begins with the same buffers"
 
 
+def _trained(stage: int, kwargs: dict[str, Any]) -> Run:
+    module = Module(lr=0.05)
+    trainer = fit(module, stage=stage, **kwargs)
+    return told(module, full_weights(trainer))
+
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "stage 2": (2, {}),
+    "stage 3, clipped, two rounds to a step": (3, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
+    "stage 0, a short window": (0, {"accumulate_grad_batches": 3}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_the_same_bits_at_any_number_of_ranks(pool: Pool, case: str) -> None:
+    runs = {ranks: pool.run(ranks, _trained, *CASES[case]) for ranks in RANKS}
+    check(runs)
+
+
 def _refused() -> str:
     with pytest.raises(ConfigError) as caught:
         fit(Module(), count=4)
@@ -39,5 +58,5 @@ def _refused() -> str:
 
 
 def test_ranks_that_do_not_divide_virtual_ranks_are_refused(pool: Pool) -> None:
-    text = "reproducible.virtual_ranks=4: the 3 data ranks of this run do not divide it. Use one of 1, 2, 4 ranks"
+    text = "reproducible.virtual_ranks=4 is no multiple of 3, the number of data ranks"
     assert all(text in found for found in pool.run(3, _refused))
