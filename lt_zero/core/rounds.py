@@ -62,9 +62,12 @@ class Rounds:
         """Context of what is run of the micro-batch of a turn: with random numbers of its own."""
         return nullcontext()
 
-    def apart(self) -> AbstractContextManager[None]:
-        """Context after which random states of micro-batches are what they were before: that of an evaluation."""
-        return nullcontext()
+    def now(self) -> Any:
+        """The present random states of this rank's micro-batches, which later draws do not change."""
+        return None
+
+    def set(self, states: Any) -> None:
+        """Let micro-batches go on with random states of ``now``, or of ``unpacked``."""
 
     # ---- data --------------------------------------------------------------------------------------------------
 
@@ -100,16 +103,23 @@ class Rounds:
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """The random states of this rank's micro-batches, by their numbers."""
-        return {}
+    def packed(self, states: Any) -> dict[str, Any] | None:
+        """Random states of ``now`` as plain containers and tensors, by the numbers of micro-batches."""
+        return None
 
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]], where: str) -> None:
-        """Restore the states that all ranks of the saved run had; that run may have had other ranks.
+    def unpacked(self, saved: Sequence[Any], where: str) -> Any:
+        """Random states for this rank, of those that all ranks of the saved run have ``packed``.
+
+        That run may have had other ranks.
 
         Raises:
-            CheckpointError: they are not those of as many micro-batches.
+            CheckpointError: some are missing, or damaged; begins with ``where``.
         """
+        return None
+
+    def merged(self, saved: Sequence[Any], own: Any) -> Any:
+        """The state of a loader for this rank, of those that all ranks of the saved run had; ``own``: this rank's."""
+        return own
 
 
 def split(tree: Any, turns: int) -> list[Any] | None:

@@ -12,18 +12,20 @@ Note [Parts of the data]
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lt_zero.common.errors import ConfigError
+from lt_zero.common.errors import CheckpointError, ConfigError
+from lt_zero.common.random_states import RandomStates
 from lt_zero.core.comm.ranks import Ranks
 from lt_zero.core.rounds import Turns
 from lt_zero.features.virtual_ranks.streams import DATA, ORDER, Streams
 
 _KEY = "reproducible.virtual_ranks"
+_SAVED = "rounds"  # in the state of a loader of rounds: how many it has given
 
 
 class OfAll:
@@ -90,13 +92,19 @@ class RoundLoader:
 
     Attributes:
         loaders: ``loaders``. Other attributes are those of the first one.
+        tells_all: its state has all that its passes follow from.
     """
+
+    tells_all = True
 
     def __init__(self, loaders: Sequence[Any], numbers: Sequence[int], streams: Streams, ranks: Ranks) -> None:
         self.loaders = list(loaders)
         self.numbers = tuple(numbers)
         self._streams = streams
         self._ranks = ranks
+        self._begun: dict[int, dict[str, Any]] = {}  # places when the pass began
+        self._given = 0  # rounds of the pass
+        self._resumed: dict[str, Any] | None = None  # the place from which the next pass goes on
 
     @classmethod
     def of(cls, loader: Any, streams: Streams, ranks: Ranks) -> RoundLoader:
@@ -132,10 +140,16 @@ class RoundLoader:
         return lengths.pop()
 
     def __iter__(self) -> Iterator[Turns]:
-        passes = []
-        for number, loader in zip(self.numbers, self.loaders, strict=True):
-            with self._streams.of(number, DATA):
-                passes.append(iter(loader))
+        resumed, self._resumed = self._resumed, None
+        return self._pass(resumed)
+
+    def _pass(self, resumed: dict[str, Any] | None) -> Iterator[Turns]:
+        """The rounds of a pass, from its begin or from a place."""
+        if resumed is None:
+            self._begun, self._given = self._places(), 0
+            passes = self._opened()
+        else:
+            passes = self._resume(resumed)
         counted = not isinstance(self.loaders[0].dataset, IterableDataset)
         while True:
             batches = []
@@ -144,7 +158,96 @@ class RoundLoader:
                     batches.append(next(batches_of_one, self))
             if self._ended([batch is self for batch in batches], counted):
                 return
+            self._given += 1
             yield Turns(batches)
+
+    def _opened(self) -> list[Iterator[Any]]:
+        """The passes of all turns, from their begin."""
+        passes = []
+        for number, loader in zip(self.numbers, self.loaders, strict=True):
+            with self._streams.of(number, DATA):
+                passes.append(iter(loader))
+        return passes
+
+    # ---- the place in a pass -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the pass: how many rounds it has given, and by virtual rank where it began and where it is."""
+        return {_SAVED: self._given, "begun": self._begun, "now": self._places() if self._begun else {}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next pass go on from a place.
+
+        Raises:
+            CheckpointError: it is not one of all virtual ranks of this process.
+        """
+        if not state["begun"]:
+            return  # no pass had begun
+        missing = [number for number in self.numbers if not all(number in state[name] for name in ("begun", "now"))]
+        if missing:
+            raise CheckpointError(
+                f"The checkpoint has no place in the data of virtual ranks {', '.join(map(str, missing))}. Resume with "
+                "as many virtual ranks as the run that has saved."
+            )
+        self._set_places(state["now"], ())
+        self._resumed = state
+
+    @staticmethod
+    def has_saved(state: object) -> bool:
+        """True if a loader of rounds has saved ``state``."""
+        return isinstance(state, dict) and _SAVED in state
+
+    @staticmethod
+    def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The places of all virtual ranks, from the ``state_dict`` of each rank of a run."""
+        made = {**states[0], "begun": {}, "now": {}}
+        for state in states:
+            made["begun"].update(state["begun"])
+            made["now"].update(state["now"])
+        return made
+
+    def _places(self) -> dict[int, dict[str, Any]]:
+        """By virtual rank: its streams, generators of the loader and its sampler, and the epoch of the sampler."""
+        found = {}
+        for number, loader in zip(self.numbers, self.loaders, strict=True):
+            place: dict[str, Any] = {kind: self._streams.get(number, kind).state_dict() for kind in (DATA, ORDER)}
+            place["generators"] = [generator.get_state() for generator in _generators_of(loader)]
+            place["epoch"] = getattr(_sampler_of(loader), "epoch", None)
+            found[number] = place
+        return found
+
+    def _set_places(self, places: Mapping[int, dict[str, Any]], kinds: Sequence[str]) -> None:
+        for number, loader in zip(self.numbers, self.loaders, strict=True):
+            place = places[number]
+            states = {(kind, number): RandomStates.of(place[kind], "the place in the data") for kind in kinds}
+            self._streams.set(states)
+            for generator, state in zip(_generators_of(loader), place["generators"], strict=True):
+                generator.set_state(state)
+
+    def _resume(self, state: dict[str, Any]) -> list[Iterator[Any]]:
+        """The passes of all turns after the rounds that a saved run has read."""
+        self._begun, self._given = {number: state["begun"][number] for number in self.numbers}, state[_SAVED]
+        self._set_places(self._begun, (DATA, ORDER))
+        epochs = [getattr(_sampler_of(loader), "epoch", None) for loader in self.loaders]
+        self._tell_epochs([self._begun[number]["epoch"] for number in self.numbers])
+        passes = self._opened()
+        for number, loader, batches in zip(self.numbers, self.loaders, passes, strict=True):
+            plain = loader.num_workers == 0 and not isinstance(loader.dataset, IterableDataset)
+            # Of a data set in this process only indices are passed by: what samples draw is in the state.
+            passed_by = batches._sampler_iter if plain else batches  # type: ignore[attr-defined]
+            with self._streams.of(number, DATA):
+                for _ in range(self._given):
+                    next(passed_by, None)
+        self._set_places(state["now"], (DATA, ORDER))
+        self._tell_epochs(epochs)
+        return passes
+
+    def _tell_epochs(self, epochs: Sequence[int | None]) -> None:
+        for loader, epoch in zip(self.loaders, epochs, strict=True):
+            if epoch is not None and callable(tell := getattr(_sampler_of(loader), "set_epoch", None)):
+                tell(epoch)
+
+    # ---- the end -------------------------------------------------------------------------------------------------
 
     def _ended(self, ends: list[bool], counted: bool) -> bool:
         """True if all virtual ranks have come to their end; ``counted``: their lengths are known to be the same.
@@ -176,6 +279,18 @@ class RoundLoader:
         if name.startswith("__") or "loaders" not in vars(self):
             raise AttributeError(name)
         return getattr(self.loaders[0], name)
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    """What decides the order of a loader's samples."""
+    batches = loader.batch_sampler
+    return loader.sampler if batches is None else getattr(batches, "sampler", batches)
+
+
+def _generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """The generators that a loader and its sampler have of their own."""
+    found = [getattr(owner, "generator", None) for owner in (loader, _sampler_of(loader))]
+    return [generator for generator in found if isinstance(generator, torch.Generator)]
 
 
 def _loader_of(loader: DataLoader[Any], streams: Streams, number: int) -> DataLoader[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -60,8 +60,13 @@ class VirtualRounds(Rounds):
         return self._streams.of(self.number(turn))
 
     @override
-    def apart(self) -> AbstractContextManager[None]:
-        return self._streams.kept()
+    def now(self) -> Any:
+        return self._streams.now()
+
+    @override
+    def set(self, states: Any) -> None:
+        if states is not None:
+            self._streams.set(states)
 
     # ---- data --------------------------------------------------------------------------------------------------
 
@@ -95,12 +100,17 @@ class VirtualRounds(Rounds):
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return self._streams.state_dict()
+    def packed(self, states: Any) -> dict[str, Any] | None:
+        return self._streams.packed(states)
 
     @override
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]], where: str) -> None:
-        self._streams.load_state_dict(states, where)
+    def unpacked(self, saved: Sequence[Any], where: str) -> Any:
+        found = [states for states in saved if states is not None]
+        return self._streams.unpacked(found, where) if found else None
+
+    @override
+    def merged(self, saved: Sequence[Any], own: Any) -> Any:
+        return RoundLoader.merged(saved) if RoundLoader.has_saved(own) else own
 
 
 def _on_host(tensor: Tensor) -> Tensor:

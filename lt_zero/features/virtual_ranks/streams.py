@@ -20,6 +20,7 @@ from lt_zero.common.random_states import RandomStates
 
 COMPUTE, DATA, ORDER = "compute", "data", "order"
 _KINDS = (COMPUTE, DATA, ORDER)
+States = dict[tuple[str, int], RandomStates]  # by kind, and number of the virtual rank
 
 
 class Streams:
@@ -33,8 +34,7 @@ class Streams:
     def __init__(self, count: int, numbers: Sequence[int]) -> None:
         self.count = count
         self.numbers = tuple(numbers)
-        self.begun = False
-        self._states: dict[tuple[str, int], RandomStates] = {}
+        self._states: States = {}
         self._inside: tuple[str, int] | None = None  # the stream that the process draws from; None: the shared one
 
     def begin(self, shared: RandomStates) -> None:
@@ -43,7 +43,6 @@ class Streams:
             self._states[COMPUTE, number] = shared.derived(number + 1)
             self._states[DATA, number] = shared.derived(self.count + number + 1)
             self._states[ORDER, number] = shared.derived(2 * self.count + 1)
-        self.begun = True
 
     @contextmanager
     def of(self, number: int, kind: str = COMPUTE) -> Iterator[None]:
@@ -61,44 +60,40 @@ class Streams:
             self._inside = outside
             before.apply()
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Context after which the streams are what they were before."""
-        before = dict(self._states)
-        try:
-            yield
-        finally:
-            self._states = before
-
     def get(self, number: int, kind: str) -> RandomStates:
         """The states of a stream that the process does not draw from now."""
         return self._states[kind, number]
 
-    def set(self, number: int, kind: str, states: RandomStates) -> None:
-        """Let a stream go on from ``states``."""
-        self._states[kind, number] = states
+    def now(self) -> States:
+        """The present states, which later draws do not change."""
+        return dict(self._states)
 
-    def state_dict(self) -> dict[str, Any]:
-        """By kind and number; {} before ``begin``."""
+    def set(self, states: States) -> None:
+        """Let the streams go on from ``states``: those of ``now``, or some of them."""
+        self._states.update(states)
+
+    def packed(self, states: States) -> dict[str, Any]:
+        """States as plain containers and tensors, by kind and number."""
         found: dict[str, Any] = {}
-        for (kind, number), states in self._states.items():
-            found.setdefault(kind, {})[number] = states.state_dict()
+        for (kind, number), state in states.items():
+            found.setdefault(kind, {})[number] = state.state_dict()
         return found
 
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]], where: str) -> None:
-        """Restore the streams of this process from the ``state_dict`` of all ranks of the saved run.
+    def unpacked(self, saved: Sequence[Mapping[str, Any]], where: str) -> States:
+        """States of these virtual ranks, of what all ranks of the saved run have ``packed``.
 
         Raises:
             CheckpointError: one is missing, or malformed.
         """
+        found: States = {}
         for kind in _KINDS:
-            saved = {number: state for of_rank in states for number, state in of_rank.get(kind, {}).items()}
-            if len(saved) != self.count:
+            of_all = {number: state for of_rank in saved for number, state in of_rank.get(kind, {}).items()}
+            if len(of_all) != self.count:
                 raise CheckpointError(
-                    f"{where}: the checkpoint has random states of {len(saved)} virtual ranks, and this run has "
+                    f"{where}: the checkpoint has random states of {len(of_all)} virtual ranks, and this run has "
                     f"reproducible.virtual_ranks={self.count}. Resume with as many virtual ranks as the run that has "
                     "saved."
                 )
             for number in self.numbers:
-                self._states[kind, number] = RandomStates.of(saved[number], where)
-        self.begun = True
+                found[kind, number] = RandomStates.of(of_all[number], where)
+        return found

@@ -237,6 +237,7 @@ class ZeroStrategy(RunQueries):
         first = partial(self.monitor.record, new=True)
         if not self.session.join(self.config, self.root_device, self._group_timeout, self._node_rank, new_log, first):
             self.monitor.record(self.session.world, new=False)
+        self.data.follow(self.session.rounds)
         self.checkpoints.begin_run()
         if self.lightning_module is not None and self.device_mesh is not None:
             set_device_mesh(self.lightning_module, self.device_mesh)
@@ -342,12 +343,12 @@ class ZeroStrategy(RunQueries):
         self._end_turns()
         rounds.begin(anew=True)
         self._turns = TrainerTurns(rounds, self._module, self.engine, self._transferred)
-        self.precision_plugin.turns = self._turns
+        self.precision_plugin.turns = self.data.turns = self._turns
 
     def _end_turns(self) -> None:
         if self._turns is not None:
             self._turns.leave()
-            self._turns = self.precision_plugin.turns = None
+            self._turns = self.precision_plugin.turns = self.data.turns = None
 
     def _transferred(self, batch: Any, dataloader_idx: int) -> Any:
         """A batch on the device, which Lightning has not fetched by itself."""

@@ -74,14 +74,16 @@ class Run(NamedTuple):
     more: Any = None
 
 
-def fit(module: Module, count: int = COUNT, stage: int = 2, config: Any = None, **kwargs: Any) -> pl.Trainer:
+def fit(
+    module: Module, count: int = COUNT, stage: int = 2, config: Any = None, path: Any = None, **kwargs: Any
+) -> pl.Trainer:
     """Train ``module`` in this process, which is a rank."""
     torch.manual_seed(5 + dist.get_rank())  # rank 0's are taken
     random.seed(5 + dist.get_rank())
     np.random.seed(5 + dist.get_rank())
     keys = {"reproducible": {"virtual_ranks": count}, **(config or {})}
     trainer = sharded_trainer(stage, config=keys, **{"max_epochs": 2, **kwargs})
-    trainer.fit(module)
+    trainer.fit(module, ckpt_path=path)
     return trainer
 
 

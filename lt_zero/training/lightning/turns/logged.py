@@ -10,7 +10,7 @@ Note [Logged values]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,6 +118,30 @@ class TurnResults(_ResultCollection):
             metric._forward_cache = cache.to(metric.value.device)
             if not metric.meta.on_epoch:
                 metric.value = metric._forward_cache
+
+    def sums(self) -> dict[str, Any]:
+        """The sums of an epoch that are reduced over micro-batches, by their numbers. Lightning makes new ones."""
+        found = {}
+        for turn, results in enumerate((self, *self.later)):
+            of_turn = {key: results[key] for key in sorted(self.synced) if key in results}
+            found[self.rounds.number(turn)] = {
+                key: (metric.value, getattr(metric, "cumulated_batch_size", None)) for key, metric in of_turn.items()
+            }
+        return {"synced": sorted(self.synced), "values": found}
+
+    def restore_sums(self, saved: Mapping[str, Any]) -> None:
+        """Restore ``sums`` of all micro-batches."""
+        self.synced.update(saved["synced"])
+        for turn, results in enumerate((self, *self.later)):
+            for key, (value, count) in saved["values"].get(self.rounds.number(turn), {}).items():
+                if key not in self:
+                    continue  # the program has changed
+                if turn:
+                    results[key] = _ResultMetric(self[key].meta, is_tensor=True)
+                    results[key]._update_count = 1
+                results[key].value = value.to(self[key].value.device)
+                if count is not None:
+                    results[key].cumulated_batch_size = count.to(value.device)
 
     def _require(self, key: str, have: Sequence[bool]) -> None:
         if not all(have):

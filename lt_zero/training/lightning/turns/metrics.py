@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.core.rounds import Rounds
 
 _KEY = "reproducible.virtual_ranks"
@@ -23,7 +26,9 @@ class MetricTurns:
 
     def __init__(self, module: nn.Module, rounds: Rounds) -> None:
         self._rounds = rounds
-        self._metrics = [child for child in module.modules() if isinstance(child, Metric)]
+        named = [(name, child) for name, child in module.named_modules() if isinstance(child, Metric)]
+        self._names = [name for name, _ in named]
+        self._metrics = [child for _, child in named]
         self._states: list[list[States] | None] = [None] * rounds.turns  # of turns that are not there now
         self._turn = 0
         self.running = False  # whether a turn is
@@ -43,9 +48,7 @@ class MetricTurns:
         now = [_taken(metric) for metric in self._metrics]
         then = self._states[turn]
         self._states[self._turn], self._states[turn], self._turn = now, None, turn
-        for metric, state in zip(self._metrics, then if then is not None else self._fresh(), strict=True):
-            for name, value in state.items():
-                setattr(metric, name, value)
+        _put(self._metrics, then if then is not None else self._fresh())
 
     def _fresh(self) -> list[States]:
         """States of metrics that have seen nothing. Metrics of a collection that share states share these, too."""
@@ -60,6 +63,37 @@ class MetricTurns:
                 state[name] = made[id(now)]
             found.append(state)
         return found
+
+    def values(self, copies: bool) -> dict[int, dict[str, Any]]:
+        """By number of the micro-batch and name of the metric: how often it was updated, and its states.
+
+        ``copies``: of the states, which change in place.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        for turn, states in enumerate(self._states):
+            now = [_taken(metric) for metric in self._metrics] if turn == self._turn else states or []
+            found[self._rounds.number(turn)] = {
+                name: (state["_update_count"], {key: _copied(state[key], copies) for key in metric._defaults})
+                for name, metric, state in zip(self._names, self._metrics, now, strict=False)
+                if state["_update_count"]
+            }
+        return found
+
+    def restore(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
+        """Restore ``values`` of all micro-batches. Between rounds."""
+        for turn in range(self._rounds.turns):
+            of_turn = saved.get(self._rounds.number(turn), {})
+            states = self._fresh()
+            for name, metric, state in zip(self._names, self._metrics, states, strict=True):
+                count, values = of_turn.get(name, (0, {}))
+                if values.keys() == metric._defaults.keys():
+                    move = partial(Tensor.to, device=metric.device)
+                    on_device = {key: map_tensors(value, move) for key, value in values.items()}
+                    state.update(on_device, _update_count=count)
+            if turn == self._turn:
+                _put(self._metrics, states)
+            else:
+                self._states[turn] = states
 
     def forget(self, metric: Metric) -> None:
         """A metric is reset. Between rounds it is, for all turns."""
@@ -95,6 +129,17 @@ class MetricTurns:
         values = self._rounds.in_order(mine, f"states of {name}")
         for key, reduction in metric._reductions.items():
             setattr(metric, key, _reduced([of_one[key] for of_one in values], reduction, metric.device))
+
+
+def _put(metrics: Sequence[Metric], states: Sequence[States]) -> None:
+    for metric, state in zip(metrics, states, strict=True):
+        for name, value in state.items():
+            setattr(metric, name, value)
+
+
+def _copied(value: Any, copies: bool) -> Any:
+    """The value of a state: a list as another one; ``copies``: with other tensors."""
+    return map_tensors(value, lambda tensor: tensor.detach().clone()) if copies else copy.copy(value)
 
 
 def _default(default: Any, device: torch.device) -> Any:

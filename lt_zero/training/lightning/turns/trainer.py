@@ -20,7 +20,7 @@ Note [Hooks in rounds]
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -198,6 +198,28 @@ class TrainerTurns:
         """Keep what a hook at the end of batches gets."""
         if f"on_{kind}_batch_end" in self._hooks.names:
             self._ended.append((output, batch))
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def values(self, copies: bool) -> dict[str, Any]:
+        """What this rank's micro-batches have logged in the epoch, and the states of their metrics.
+
+        ``copies``: of the states, which change in place.
+        """
+        results = self._logged()
+        found = results.sums() if results is not None else {"synced": [], "values": {}}
+        return {**found, "metrics": self._metrics.values(copies)}
+
+    def restore(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Restore the ``values`` of all ranks of the saved run, which may have had other ranks."""
+        merged: dict[str, Any] = {"synced": [], "values": {}, "metrics": {}}
+        for of_rank in saved:
+            merged["synced"] = of_rank["synced"]
+            merged["values"].update(of_rank["values"])
+            merged["metrics"].update(of_rank["metrics"])
+        self._metrics.restore(merged["metrics"])
+        if (results := self._logged()) is not None:
+            results.restore_sums(merged)
 
     # ---- training ------------------------------------------------------------------------------------------------
 
