@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.common.random_states import RandomStates
 from lt_zero.core.comm.ranks import Ranks
-from lt_zero.core.rounds import Turns
+from lt_zero.core.rounds import ReadsPart, Turns, reading
 from lt_zero.features.virtual_ranks.streams import DATA, ORDER, Streams
 
 _KEY = "reproducible.virtual_ranks"
@@ -154,7 +155,7 @@ class RoundLoader:
         while True:
             batches = []
             for number, batches_of_one in zip(self.numbers, passes, strict=True):
-                with self._streams.of(number, DATA):
+                with self._reads(number):
                     batches.append(next(batches_of_one, self))
             if self._ended([batch is self for batch in batches], counted):
                 return
@@ -165,9 +166,15 @@ class RoundLoader:
         """The passes of all turns, from their begin."""
         passes = []
         for number, loader in zip(self.numbers, self.loaders, strict=True):
-            with self._streams.of(number, DATA):
+            with self._reads(number):
                 passes.append(iter(loader))
         return passes
+
+    @contextmanager
+    def _reads(self, number: int) -> Iterator[None]:
+        """Context in which the data of a virtual rank are read."""
+        with self._streams.of(number, DATA), reading(number, self._streams.count):
+            yield
 
     # ---- the place in a pass -------------------------------------------------------------------------------------
 
@@ -235,7 +242,7 @@ class RoundLoader:
             plain = loader.num_workers == 0 and not isinstance(loader.dataset, IterableDataset)
             # Of a data set in this process only indices are passed by: what samples draw is in the state.
             passed_by = batches._sampler_iter if plain else batches  # type: ignore[attr-defined]
-            with self._streams.of(number, DATA):
+            with self._reads(number):
                 for _ in range(self._given):
                     next(passed_by, None)
         self._set_places(state["now"], (DATA, ORDER))
@@ -298,6 +305,7 @@ def _loader_of(loader: DataLoader[Any], streams: Streams, number: int) -> DataLo
     made = copy.copy(loader)
     own = vars(made)
     own["_iterator"] = None
+    own["worker_init_fn"] = ReadsPart(number, streams.count, loader.worker_init_fn)
     shared = {id(loader.dataset): loader.dataset}
     if loader.generator is not None:
         own["generator"] = copy.deepcopy(loader.generator)
@@ -309,10 +317,10 @@ def _loader_of(loader: DataLoader[Any], streams: Streams, number: int) -> DataLo
     inner = getattr(sampler, "sampler", sampler) if name == "batch_sampler" else sampler
     if isinstance(inner, DistributedSampler):
         _divide(inner, streams.count, number)
-    elif hasattr(inner, "num_replicas") or hasattr(sampler, "num_replicas"):
+    elif any(hasattr(one, name) for one in (sampler, inner) for name in ("num_replicas", "world_size")):
         raise ConfigError.about(
             _KEY,
-            f"{_KEY}={streams.count}: {type(sampler).__name__} divides samples among ranks by itself. Use a "
+            f"{_KEY}={streams.count}: {type(inner).__name__} divides samples among ranks by itself. Use a "
             "torch.utils.data.DistributedSampler, or none, so that Lightning's is used.",
         )
     if name == "batch_sampler":
