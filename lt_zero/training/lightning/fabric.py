@@ -23,6 +23,7 @@ from lt_zero.checkpoint.native.directory import plain_path
 from lt_zero.checkpoint.native.load import engine_of
 from lt_zero.checkpoint.native.save import FABRIC
 from lt_zero.checkpoint.open import load_same
+from lt_zero.common.errors import ConfigError
 from lt_zero.common.garbage import without_gc
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face, check_face
@@ -45,6 +46,7 @@ from lt_zero.training.lightning.precision import ZeroPrecision
 from lt_zero.training.lightning.sharded_strategy import ShardedStrategy
 from lt_zero.training.restore import load_weights
 from lt_zero.training.session import move_buffers
+from lt_zero.training.turns import InTurns, StepTurns
 
 log = logging.getLogger("lt_zero")
 
@@ -70,6 +72,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
     """
 
     face = Face.FABRIC
+    _turns: StepTurns | None = None  # of the module that is trained in rounds
 
     @explained
     def __init__(
@@ -229,6 +232,8 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         """
         loader = super().process_dataloader(dataloader)
         session = self.session
+        if session.rounds.count is not None:
+            return InTurns(session.rounds.loader(loader), session.rounds.turns)
         name = type(loader).__name__
 
         def through(make: Callable[[], Any]) -> Any:
@@ -264,7 +269,17 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         device, policy = self.world.device, self.precision.policy  # raises before fabric.launch()
         engine = self.session.build(module, self.config, device, policy, training)
         self.precision.engine = engine
-        return ShardedModule(module, engine, self.session.division.forward)
+        rounds = self.session.rounds
+        if rounds.count is None or not training:
+            return ShardedModule(module, engine, self.session.division.forward)
+        if self._turns is not None:
+            raise ConfigError.about(
+                "reproducible.virtual_ranks",
+                f"reproducible.virtual_ranks={rounds.count}: a backward is one micro-batch of a round, and this is the "
+                "second module that is trained. Set up one module.",
+            )
+        turns = self._turns = StepTurns(rounds, engine)
+        return ShardedModule(module, engine, lambda module, trains: turns.forward(trains))
 
     @override
     def setup_module_and_optimizers(
@@ -352,11 +367,15 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, unless the gradients overflowed; clipped to ``gradient_clipping``. Returns the closure's result."""
         output, closure = None, kwargs.pop("closure", None)
+        if closure is None and self._turns is not None:
+            self._turns.check_step("optimizer.step()")
         self.session.before_step()
         # The closure computes gradients of whole parameters, so it runs before the step, which works on shards.
         if closure is not None:
             with torch.enable_grad():
                 output = closure()
+            if self._turns is not None:
+                self._turns.check_step("optimizer.step()")
         sharded, limit = self._sharded(optimizer), float(self.config.gradient_clipping or 0.0)
         self.session.step(sharded, limit, partial(optimizer.step, **kwargs))
         self.session.end_step(sharded)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.features.virtual_ranks.logged import Logging, Told
 from tests.features.virtual_ranks.runs import COUNT, RANKS, Run, by_round, check, fit, full_weights, told
 from tests.support.pool import Pool
@@ -43,5 +45,13 @@ def test_hooks_values_and_metrics_are_the_same_at_any_number_of_ranks(pool: Pool
     assert hooks[3] == hooks[1]
     assert len(hooks[1]["start"]) == 2 * 3 * COUNT
     assert len(hooks[1]["validation end"]) == 2 * 2 * COUNT  # 20 rows, padded to 24: two rounds of batches of two
-    calls = found[1][0][0].more[0]
+    calls, logged, _, _ = found[1][0][0].more
+    losses = [micro[5] for micro in by_round([seen for seen, _ in found[1]])][-3 * COUNT :]
+    first = losses[::COUNT]
+    of_all = {"mean": sum(losses) / len(losses), "sum": sum(losses), "max": max(losses), "min": min(losses)}
+    of_first = {"mean": sum(first) / len(first), "sum": sum(first), "max": max(first), "min": min(first)}
+    for synced, want in ((True, of_all), (False, of_first)):
+        found_here = {name: logged[f"train {name} {synced}_epoch"] / 1.1 for name in want}
+        assert found_here == pytest.approx(want)
+    assert logged["train step"] == pytest.approx(sum(losses[-COUNT:]) / COUNT)
     assert [call[4] for call in calls if call[0] == "end"] == [0, 1, 2] * 2, "callbacks are called once in a round"
