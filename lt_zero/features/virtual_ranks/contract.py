@@ -6,7 +6,7 @@ facts are the same.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import weakref
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from lt_zero.common import accelerator
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.common.users_code import warn
+from lt_zero.core.engine.engine import Engine
 from lt_zero.core.feature import Handle, Undo
 
 KEY = "reproducible.virtual_ranks"
@@ -107,11 +108,13 @@ class _Threads:
 _threads = _Threads()
 
 
-def use_threads(device: torch.device, threads: int) -> Handle | None:
-    """Let operations on a CPU use so many threads until the handle is removed; None: ``device`` is none."""
-    if accelerator.is_accelerator(device):
+def use_threads(engine: Engine, threads: int) -> Handle | None:
+    """Let operations use so many threads until the handle is removed, or ``engine`` is dropped; None: it has a GPU."""
+    if accelerator.is_accelerator(engine.device):
         return None
-    undo = Undo(ExitStack())
     _threads.use(threads)
-    undo.also(_threads.give_back)
+    ends = weakref.finalize(engine, _threads.give_back)
+    ends.atexit = False
+    undo = Undo()
+    undo.also(ends)
     return undo

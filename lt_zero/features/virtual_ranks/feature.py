@@ -76,7 +76,7 @@ class VirtualRanks(Feature):
     def watch(self, engine: Engine, run: PlaceInRun) -> Handle | None:
         block = self.config.reproducible
         self._contract = Contract(block.virtual_ranks, block.threads, engine.device)
-        return use_threads(engine.device, block.threads)
+        return use_threads(engine, block.threads)
 
     @override
     def states(self) -> Mapping[str, Restorable]:

@@ -15,9 +15,8 @@ import lt_zero
 from lt_zero import ConfigError, optim
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
-from tests.features.virtual_ranks.runs import CASES, VIRTUAL, Bits, Case, differing, rare_loss, train, train_case
+from tests.features.virtual_ranks.runs import CASES, VIRTUAL, Bits, Case, differing, train, train_case
 from tests.support.features import needs, skip_without
-from tests.support.lamb_tools import Odd
 from tests.support.matrix import only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of, full_grads
@@ -148,12 +147,6 @@ def _refusal(name: str) -> str:
     return str(error.value)
 
 
-def assign(engine: Any, step: int, virtual: int) -> None:
-    """Set a gradient that no micro-batch has, after the last backward."""
-    if virtual >= VIRTUAL - dist.get_world_size():
-        engine.root.never.weight.grad = torch.ones(7, 3)
-
-
 class Borrowing(Net):
     """Uses a weight of a block outside of that block, whose gradient comes after those of the block."""
 
@@ -175,7 +168,6 @@ REFUSED: dict[str, tuple[Case, str]] = {
     ),
     "lamb": (Case(optimizer=lambda params: optim.Lamb(params)), "set zero_optimization.shard_along=parameter"),
     "torch's fused step": (Case(optimizer=_adam_of_torch, keys={"fused_step": False}), "pass fused=False to AdamW"),
-    "assigned": (Case(model=Odd, loss=rare_loss, meddle=assign), "or were set after backward"),
     "borrowed": (Case(model=Borrowing), "Gradients of blocks.2 came after they were reduced"),
 }
 
