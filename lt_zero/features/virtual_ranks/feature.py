@@ -40,7 +40,7 @@ class VirtualRanks(Feature):
 
     @override
     def options(self, options: EngineOptions, training: bool) -> EngineOptions:
-        return replace(options, align=_ALIGN, divides_alone=True, norms=norm_of_order)
+        return replace(options, align=_ALIGN, adds_one_by_one=True, norms=norm_of_order)
 
     @override
     def exchange(self, plan: EnginePlan, skips_steps: bool, group: GroupFacts) -> FoldPlan:
