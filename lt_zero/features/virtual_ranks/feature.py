@@ -15,14 +15,14 @@ from lt_zero.core.engine.options import EngineOptions
 from lt_zero.core.engine.partition import EnginePlan, GroupFacts
 from lt_zero.core.feature import Feature, Handle, PlaceInRun, Restorable
 from lt_zero.features.virtual_ranks.contract import KEY, Contract, check_deterministic, use_threads
-from lt_zero.features.virtual_ranks.exact_norm import norm_of_order
+from lt_zero.features.virtual_ranks.exact_norm import BLOCK, norm_of_order
 from lt_zero.features.virtual_ranks.exchange import FoldPlan
 from lt_zero.features.virtual_ranks.fold import folding
 
 _ACCUMULATE = "data_types.grad_accum_dtype"
 # Libraries of matrix products may choose other vector loops for other addresses. Where a parameter begins in a flat
 # tensor depends on those before it, and thus on the number of ranks: so each begins at a line of the cache.
-_ALIGN = 64  # elements
+_ALIGN = BLOCK  # elements: sums of squares are those of whole blocks, too
 
 
 class VirtualRanks(Feature):
