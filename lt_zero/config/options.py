@@ -61,7 +61,7 @@ def engine_options(config: Schema, dtypes: DtypePolicy) -> EngineOptions:
         offload_params=_copied(ParamsOffload, params),
         pin_memory=states.pin_memory and params.pin_memory,
         files=io_options(config.aio),
-        divides_alone=group_options(config).predivides,
+        predivides=group_options(config).predivides,
         moments=PlainMoments(moments) if moments is not None and moments.is_floating_point else None,
     )
 

@@ -90,10 +90,10 @@ FIELDS: dict[str, tuple[dict[str, Any], Any]] = {
     "files.queue_depth": ({"aio": {"queue_depth": 5}}, 5),
     "files.checksum": ({"aio": {"checksum": True}}, True),
     "moments": ({"optimizer_states": {"dtype": "bf16"}}, PlainMoments(torch.bfloat16)),
-    "divides_alone": ({"gradient_predivide_factor": 4}, True),
+    "predivides": ({"gradient_predivide_factor": 4}, True),
 }
 # Those with tests of their own, and those that features set.
-APART = {"align", "dtypes", "norms", "resting", "rounding", "sent_dense"}
+APART = {"adds_one_by_one", "align", "dtypes", "norms", "resting", "rounding", "sent_dense"}
 OF_GROUPS: dict[str, tuple[dict[str, Any], Any]] = {
     "topology": ({"communication": {"topology": 2}}, 2),
     "scatters": (_zero(reduce_scatter=False), False),

@@ -105,7 +105,7 @@ class EngineOptions:
         offload_params: of parameters; off below stage 3.
         pin_memory: pin host memory if there is an accelerator.
         files: how files are read and written.
-        divides_alone: the gradients of a single rank are divided by a factor, too, before or after their reduction.
+        predivides: gradients are divided by a factor before a reduction.
         moments: form in which element-wise states of the optimizer are kept; None: as the step computes them.
         rounding: makes the rounding of a step's weights out of a seed, the same on all ranks; None: to the nearest.
         resting: codec in which sharded weights that are not trained rest; None: they rest as they are.
@@ -113,6 +113,8 @@ class EngineOptions:
             they are.
         align: elements: parameters begin at multiples of so many in flat tensors, a power of 2 of at least ``ALIGN``
             (layout.py).
+        adds_one_by_one: each rank's gradients are multiplied by a factor and added to the accumulator, in its dtype, by
+            themselves, also those of a single rank. Reductions receive as much as they send.
         norms: makes a norm of an order, by which sums of powers of gradients are added up over ranks and buckets.
     """
 
@@ -138,10 +140,11 @@ class EngineOptions:
     offload_params: ParamsOffload
     pin_memory: bool
     files: IoOptions
-    divides_alone: bool
+    predivides: bool
     moments: MomentForm | None
     rounding: Callable[[int], WeightRounding] | None = None
     resting: RestingCodec | None = None
     sent_dense: Callable[[nn.Module], set[Parameter]] | None = None
     align: int = ALIGN
+    adds_one_by_one: bool = False
     norms: Callable[[float], VectorNorm] = VectorNorm

@@ -1,15 +1,18 @@
 """Norms of gradients that do not depend on how the elements are cut into shards, buckets and pieces.
 
 Note [Exact sums]
-    A sum of floating-point numbers depends on its order, and the order on the cut. So powers of elements are added as
-    integers: as a number of digits of ``_BITS`` bits, of which digit k counts multiples of 2^(_BITS * k). Each power is
-    split into such digits without a rounding, chunk by chunk. In a chunk the digits of one place are less than 2^_BITS,
-    so that fp64 adds them up exactly, in any order. Python adds up the sums of chunks, and ranks add their digits in
-    fp64, which is exact for up to 2^(53 - _BITS) of them. At the end the digits become one integer, whatever the
-    carries were, which is rounded to fp64 once.
+    A sum of floating-point numbers depends on its order, and the order on the cut. Parameters and shards begin at
+    multiples of ``BLOCK`` elements in flat tensors, so that a cut never divides a block of a parameter. The powers in a
+    block are added in fp64, halves to halves, in an order that is written out here.
 
-    Squares of numbers of up to 32 bits are exact in fp64. Other powers, and those of fp64, are rounded to it element by
-    element, in whole vectors: at the end of a row the loops of torch would use another function for powers.
+    The sums of blocks are added as integers: as a number of digits of ``_BITS`` bits, of which digit k counts multiples
+    of 2^(_BITS * k). Each is split into such digits without a rounding, chunk by chunk. In a chunk the digits of one
+    place are less than 2^_BITS, so that fp64 adds them up exactly, in any order. Python adds up the sums of chunks, and
+    ranks add their digits in fp64, which is exact for up to 2^(53 - _BITS) of them. At the end the digits become one
+    integer, whatever the carries were, which is rounded to fp64 once.
+
+    Squares of numbers of up to 32 bits are exact in fp64. Other powers are rounded to it element by element, in whole
+    vectors: at the end of a row the loops of torch would use another function for powers.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from lt_zero.kernels.flat import wide
 _BITS = 36
 _LOWEST = -30  # the place of the lowest digit: the smallest fp64 number is 2^-1074
 _DIGITS = 59  # the largest are below 2^1024
-_CHUNK = 1 << 15  # elements: two fp64 chunks stay in the cache, and their digits add up to less than 2^53
-_VECTOR = 64  # elements: a multiple of every vector
+_CHUNK = 1 << 17  # elements, whose powers stay in the cache; digits of so many sums add up to less than 2^53
+BLOCK = 64  # elements: a power of 2, and a multiple of every vector
 
 
 def norm_of_order(order: float) -> VectorNorm:
@@ -39,8 +42,8 @@ def norm_of_order(order: float) -> VectorNorm:
 class ExactNorm(VectorNorm):
     """A norm of a finite order, not 0, from exact sums of powers. See Note [Exact sums].
 
-    A part is a row of digits, the lowest first, then how many powers are infinite, how many are NaN, and how many
-    tensors there are.
+    A part is a row of digits, the lowest first, then how many blocks have an infinite power, how many a NaN, and how
+    many tensors there are.
     """
 
     columns = _DIGITS + 3
@@ -50,6 +53,8 @@ class ExactNorm(VectorNorm):
         self, elements: Iterable[Tensor], device: torch.device, share: float = 1.0, factor: Tensor | None = None
     ) -> Tensor:
         """As ``VectorNorm.part``; ``factor``: may be multiplied before this, with the same bits.
+
+        Each tensor begins at a multiple of ``BLOCK`` elements of its parameter, or of parameters that begin so.
 
         Raises:
             ValueError: ``share`` is neither 0 nor 1: a sum that is divided is not exact.
@@ -64,35 +69,42 @@ class ExactNorm(VectorNorm):
             dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
             if dense.is_complex():
                 dense = torch.view_as_real(dense.resolve_conj()) if self.order == 2.0 else dense.abs()
-            for chunk in dense.reshape(-1).split(_CHUNK):
-                if factor is not None:
-                    # Rounded as the product is that a step takes.
-                    chunk = chunk.to(wide(chunk.dtype)) * factor.to(chunk.device)
-                powers = self._powers(chunk)
-                most = float(powers.max())
+            # The sums of several chunks are split into digits together: that takes a few operations of any length.
+            for row in dense.reshape(-1).split(16 * _CHUNK):
+                sums = torch.cat([self._sums_of_blocks(chunk, factor) for chunk in row.split(_CHUNK)])
+                most = float(sums.max())
                 if math.isfinite(most):
-                    total += _exact_sum(powers, most)
+                    total += _exact_sum(sums, most)
                     continue
-                is_nan = powers.isnan()
-                undefined += float(is_nan.sum())
-                infinite += float(powers.isinf().sum())
+                undefined += float(sums.isnan().sum())
+                infinite += float(sums.isinf().sum())
         digits = [(total >> (_BITS * place)) & ((1 << _BITS) - 1) for place in range(_DIGITS - 1)]
         digits.append(total >> (_BITS * (_DIGITS - 1)))
         row = torch.tensor([*digits, infinite, undefined, count], dtype=torch.float64)
         return (row * share).to(device)
 
-    def _powers(self, elements: Tensor) -> Tensor:
-        """The powers (1D, fp64, a new tensor) of their magnitudes; behind them may be zeros."""
+    def _sums_of_blocks(self, elements: Tensor, factor: Tensor | None) -> Tensor:
+        """The sums (1D, fp64) of the powers of the magnitudes in each block."""
+        numel = elements.numel()
+        if factor is not None:
+            # Rounded as the product is that a step takes.
+            elements = elements.to(wide(elements.dtype)) * factor.to(elements.device)
+        powers = torch.empty(-(-numel // BLOCK) * BLOCK, dtype=torch.float64, device=elements.device)
+        powers[:numel] = elements
+        powers[numel:] = 1.0  # zeros have no negative powers
         if self.order == 2.0:
-            return elements.to(torch.float64, copy=True).square_()
-        if self.order == 1.0:
-            return elements.to(torch.float64, copy=True).abs_()
-        whole = -(-elements.numel() // _VECTOR) * _VECTOR
-        made = torch.ones(whole, dtype=torch.float64, device=elements.device)
-        made[: elements.numel()] = elements
-        made.abs_().pow_(self.order)
-        made[elements.numel() :] = 0.0
-        return made
+            powers.square_()
+        elif self.order == 1.0:
+            powers.abs_()
+        else:
+            powers.abs_().pow_(self.order)
+        powers[numel:] = 0.0
+        width = BLOCK
+        rows = powers.view(-1, width)
+        while width > 1:
+            width //= 2
+            rows = rows[:, :width] + rows[:, width:]
+        return rows.view(-1)
 
     @override
     def finish(self, parts: Tensor, among: int = 1) -> Tensor:
@@ -115,16 +127,16 @@ def _root(value: float, order: float) -> float:
     return float(value ** (1.0 / order))
 
 
-def _exact_sum(powers: Tensor, most: float) -> int:
-    """The sum of ``powers`` (1D, fp64, not negative; overwritten), in units of the lowest digit; ``most``: the largest.
+def _exact_sum(summands: Tensor, most: float) -> int:
+    """The sum of ``summands`` (1D, fp64, not negative; overwritten), in units of the lowest digit.
 
-    Digits may be negative, as each is rounded to the nearest.
+    ``most``: the largest of them. Digits may be negative, as each is rounded to the nearest.
     """
     total = 0
     place = (math.frexp(most)[1] - 1) // _BITS if most else _LOWEST
     # In two factors, each of which fp64 has.
     half = -(_BITS * place) // 2
-    rest = powers.mul_(2.0**half).mul_(2.0 ** (-(_BITS * place) - half))
+    rest = summands.mul_(2.0**half).mul_(2.0 ** (-(_BITS * place) - half))
     whole = torch.empty_like(rest)
     while place >= _LOWEST:
         torch.round(rest, out=whole)

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from lt_zero import kernels as ops
+from lt_zero.common.errors import ConfigError
 from lt_zero.core.comm.shard_group import ShardGroup
-from lt_zero.core.engine.exchange import PlainExchange
+from lt_zero.core.engine.bucket import Bucket
+from lt_zero.core.engine.exchange import OptimizerFragments, PlainExchange
 from lt_zero.core.engine.exchange_plan import ExchangePlan
+from lt_zero.core.engine.optimizer_spec import NormedOptimizer
+from lt_zero.core.step.fused_step import FusedStep
+
+_ALONG = "zero_optimization.shard_along"
 
 
 class FoldPlan(ExchangePlan):
-    """Plan of an exchange that adds the contributions of each backward to the accumulators."""
+    """Plan of an exchange that adds the contributions of each backward to the accumulators.
+
+    ``fused_step``: of the configuration.
+    """
+
+    def __init__(self, fused_step: bool) -> None:
+        self._fused_step = fused_step
 
     @property
     @override
@@ -22,11 +36,51 @@ class FoldPlan(ExchangePlan):
 
     @override
     def make(self, peers: ShardGroup, groups: Iterable[ShardGroup]) -> FoldExchange:
-        return FoldExchange(peers)
+        return FoldExchange(peers, self._fused_step)
 
 
 class FoldExchange(PlainExchange):
-    """Reduces each backward by itself, once. The transport of the group adds in order."""
+    """Reduces each backward by itself, once. The transport of the group adds in order.
+
+    Args:
+        peers: the ranks with the same model.
+        fused_step: kernels step the optimizers that they can.
+    """
+
+    def __init__(self, peers: ShardGroup, fused_step: bool) -> None:
+        super().__init__(peers)
+        self._fused_step = fused_step
+        self._cuts = False  # shards cut through parameters, at places that depend on the number of ranks
+
+    @override
+    def bind(self, buckets: Sequence[Bucket]) -> None:
+        self._cuts = any(bucket.storage.is_cut and bucket.plan.owners is None for bucket in buckets)
+
+    @override
+    def connect(self, optimizer: Optimizer, fragments: OptimizerFragments) -> None:
+        """Serve ``optimizer``.
+
+        Raises:
+            ConfigError: its step has other bits where a parameter is cut.
+        """
+        super().connect(optimizer, fragments)
+        if not self._cuts:
+            return
+        name = type(optimizer).__name__
+        text = f"{_ALONG}=element cuts parameters where their number of elements and ranks says, and "
+        if isinstance(optimizer, NormedOptimizer):
+            raise ConfigError.about(
+                _ALONG,
+                f"{text}{name} adds up the squares of each part of a parameter in fp64, so that its steps depend on "
+                f"the number of ranks. With reproducible.virtual_ranks set {_ALONG}=parameter.",
+            )
+        has_kernel = self._fused_step and FusedStep.operation_of(optimizer) and ops.available(self._peers.device)
+        if not has_kernel and any(group.get("fused") for group in optimizer.param_groups):
+            raise ConfigError.about(
+                _ALONG,
+                f"{text}torch's fused step of {name} rounds the last elements of a part in another way. With "
+                f"reproducible.virtual_ranks pass fused=False to {name}, set fused_step=true, or {_ALONG}=parameter.",
+            )
 
     @property
     @override

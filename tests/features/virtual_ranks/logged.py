@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Subset
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryPrecision, BinaryRecall
 
-from tests.features.virtual_ranks.runs import Batch, Module, Rows
+from tests.features.virtual_ranks.fits import Batch, Module, Rows
 
 
 class Logging(Module):

@@ -1,130 +1,253 @@
-"""Fits of a small model with virtual ranks, and what each virtual rank has seen in them."""
+"""Trains models on the micro-batches of virtual ranks, and compares bits."""
 
 from __future__ import annotations
 
-import random
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
-import lightning.pytorch as pl
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.optim import Optimizer
 
-from tests.support.lightning_tools import sharded_trainer
+import lt_zero
+from lt_zero import optim
+from lt_zero.common import accelerator
+from lt_zero.config.precision import dtype_policy, resolve_mode
+from lt_zero.core.engine.engine import Engine
+from lt_zero.core.step.loss_scale import LossScaleController
+from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
+from tests.support import lamb_tools
+from tests.support.models import Net, next_token_loss
+from tests.support.parity import OPTIMIZERS, config_of, full_values
 
-COUNT = 6  # virtual ranks
-RANKS = (1, 2, 3)
-ROWS = 45  # padded to 48: four rounds of batches of two
-Batch = tuple[Tensor, Tensor, Tensor]
+VIRTUAL = 6  # that 1, 2 and 3 divide
+STEPS = 3
 
-
-class Rows(Dataset[Batch]):
-    """Rows of which each draws a number when it is read."""
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, index: int) -> Batch:
-        row = torch.randn(5, generator=torch.Generator().manual_seed(index))
-        drawn = torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()])
-        return row, drawn, torch.tensor(index)
+Bits = dict[str, Any]  # by name
 
 
-class Module(pl.LightningModule):
-    """Remembers what each of its micro-batches sees. ``lr`` 0: the weights stay, so that all else can be compared."""
+@dataclass(frozen=True)
+class Case:
+    """A training run.
 
-    def __init__(self, lr: float = 0.0, **loader: Any) -> None:
+    Attributes:
+        model: makes it.
+        loss: of the model, a step, a micro-batch and a virtual rank.
+        optimizer: of its parameters.
+        dtype: of the weights in forward; None: that of the model.
+        zero: keys of the block zero_optimization.
+        keys: of the top level.
+        clip: norm to which gradients are clipped; 0: they are not.
+        clip_value: to which elements are clipped; 0: they are not.
+        norms: global norms of several orders, and the norm of each gradient, are compared, too.
+        syncs: each backward is synchronised; else the last one of a step.
+        overflow: step and virtual rank whose loss is too large.
+        apart: the device has memory of its own, as a GPU.
+        meddle: called by the rank that has just run this virtual rank.
+    """
+
+    model: Callable[[], nn.Module] = Net
+    loss: Callable[[nn.Module, int, int, int], Tensor] = next_token_loss
+    optimizer: Callable[[Any], Optimizer] = OPTIMIZERS["sgd"]
+    dtype: torch.dtype | None = None
+    zero: dict[str, Any] = field(default_factory=dict)
+    keys: dict[str, Any] = field(default_factory=dict)
+    clip: float = 0.0
+    clip_value: float = 0.0
+    norms: bool = False
+    syncs: bool = False
+    overflow: tuple[int, int] | None = None
+    apart: bool = False
+    meddle: Callable[[Engine, int, int], None] | None = None
+
+
+def rare_loss(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
+    """A part of the model is used by virtual ranks 0 and 3 of the second step."""
+    return lamb_tools.loss(model, step, micro, rank if rank != 3 else 0)
+
+
+class Halves(nn.Module):
+    """A net that is frozen but for its second half, until the second step."""
+
+    def __init__(self) -> None:
         super().__init__()
+        self.net = Net(tied=False)
+        self.steps = 0
+        for name, parameter in self.net.named_parameters():
+            parameter.requires_grad_("blocks.2" in name or "head" in name)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.net(tokens)
+        return found
+
+
+class Wide(nn.Module):
+    """Matrices whose moments are kept in 8 bits, in blocks that shards cut at odd places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(67, 71), nn.Tanh(), nn.Linear(71, 73))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers(x)
+        return found
+
+
+def wide_loss(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    loss: Tensor = model(torch.randn(3, 67, generator=generator)).square().mean()
+    return loss
+
+
+def thaw(engine: Engine, step: int, virtual: int) -> None:
+    """Unfreeze all of ``Halves`` after the first step's gradients are there."""
+    if step == 0 and virtual >= VIRTUAL - dist.get_world_size():
+        engine.root.requires_grad_(True)
+
+
+def double(engine: Engine, step: int, virtual: int) -> None:
+    """Edit gradients in place after the last micro-batch, as all ranks do."""
+    if virtual >= VIRTUAL - dist.get_world_size():
+        for parameter in engine.root.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(1.7)
+
+
+def train(case: Case, stage: int) -> Bits:
+    """The weights after some steps of ``VIRTUAL`` micro-batches each, of which rank r runs every N-th, and norms."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    keys = {"reproducible": {"virtual_ranks": VIRTUAL}, **case.keys}
+    config = config_of(stage, case.zero, case.dtype, **keys)
+    policy = dtype_policy(config, resolve_mode(config, "16-true" if case.dtype == torch.float16 else "32-true"))
+    accelerator._apart = case.apart
+    try:
         torch.manual_seed(0)
-        layers = nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(0.3), nn.Linear(7, 1)
-        self.net = nn.Sequential(*layers)
-        self.lr = lr
-        self.loader = {"batch_size": 2, "shuffle": True, **loader}
-        self.seen: list[tuple[Any, ...]] = []
-
-    def loss(self, batch: Batch) -> Tensor:
-        rows, drawn, _ = batch
-        value: Tensor = (self.net(rows).squeeze(1) + drawn.mean(1)).square().mean()
-        return value
-
-    def drawn(self) -> tuple[float, float, float]:
-        """One number of each generator."""
-        return torch.rand(()).item(), random.random(), np.random.rand()
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        mean = self.net[1].running_mean.tolist()  # type: ignore[union-attr, operator]
-        loss = self.loss(batch)
-        self.seen.append((batch_idx, batch[2].tolist(), batch[1].tolist(), mean, self.drawn(), loss.item()))
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(Rows(), **self.loader)
-
-
-class Run(NamedTuple):
-    """What a rank has to tell: what its micro-batches have seen, the buffers in the end, and more."""
-
-    seen: list[tuple[Any, ...]]
-    buffers: dict[str, Tensor]
-    more: Any = None
+        model = case.model()
+        engine = lt_zero.shard(model, config, policy=policy if case.dtype == torch.float16 else None)
+    finally:
+        accelerator._apart = False
+    optimizer = case.optimizer([p for p in model.parameters() if p.requires_grad or case.model is Halves])
+    sharded, controller = lt_zero.ShardedOptimizer(engine, optimizer), LossScaleController(engine.policy)
+    found: Bits = {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for turn in range(VIRTUAL // ranks):
+            virtual = turn * ranks + rank
+            last = turn == VIRTUAL // ranks - 1
+            with nullcontext() if last or case.syncs else engine.no_sync():
+                loss = case.loss(model, step, 0, virtual).float() * (1e9 if case.overflow == (step, virtual) else 1.0)
+                controller.before_backward([sharded])
+                (loss * controller.scale).backward()
+                if case.meddle is not None:
+                    case.meddle(engine, step, virtual)
+        if case.norms:
+            found |= norms_of(sharded, step)
+        if case.clip_value:
+            controller.clip_value(sharded, case.clip_value)
+        taken, norm = controller.step(sharded, 0, case.clip, optimizer.step)
+        found |= {f"step {step} is taken": taken, f"scale {step}": controller.scale}
+        found |= {f"norm {step}": norm.item()} if norm is not None and case.clip else {}
+    found |= {name: value.float().numpy() for name, value in full_values(engine).items()}
+    engine.offload_manager.close()
+    return found
 
 
-def fit(
-    module: Module, count: int = COUNT, stage: int = 2, config: Any = None, path: Any = None, **kwargs: Any
-) -> pl.Trainer:
-    """Train ``module`` in this process, which is a rank."""
-    torch.manual_seed(5 + dist.get_rank())  # rank 0's are taken
-    random.seed(5 + dist.get_rank())
-    np.random.seed(5 + dist.get_rank())
-    keys = {"reproducible": {"virtual_ranks": count}, **(config or {})}
-    trainer = sharded_trainer(stage, config=keys, **{"max_epochs": 2, **kwargs})
-    trainer.fit(module, ckpt_path=path)
-    return trainer
+def norms_of(sharded: ShardedOptimizer, step: int) -> Bits:
+    """Global norms of several orders, and those that ``p.grad`` shows."""
+    found: Bits = {f"norm {order}, {step}": sharded.grads.norm(order).item() for order in (2.0, 1.0, 3.5, 0.0)}
+    with sharded.engine.unused_parameters.user_access():
+        shown = {name: p.grad for name, p in sharded.engine.root.named_parameters() if p.grad is not None}
+        found |= {f"norm of {name}, {step}": grad.norm().item() for name, grad in shown.items()}
+        found[f"total norm, {step}"] = torch.nn.utils.get_total_norm(list(shown.values())).item()
+    return found
 
 
-def told(module: Module, more: Any = None) -> Run:
-    return Run(module.seen, {name: value.clone() for name, value in module.named_buffers()}, more)
+def differing(found: Bits, wanted: Bits) -> list[str]:
+    """The names of what has other bits."""
+
+    def bits(value: Any) -> Any:
+        return value.tobytes() if hasattr(value, "tobytes") else repr(value)
+
+    assert found.keys() == wanted.keys()
+    return [name for name, value in wanted.items() if bits(value) != bits(found[name])]
 
 
-def full_weights(trainer: pl.Trainer) -> Any:
-    """The weights, on rank 0. Collective."""
-    return trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
+_BF16, _FP16 = torch.bfloat16, torch.float16
+_CPU = {"offload_optimizer": {"device": "cpu"}}
+_OVERLAP = {"offload_optimizer": {"device": "cpu", "overlap_step": True}}
+_LOW_MASTER = {"bf16_master_weights_and_grads": True}
+_WIDE_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+
+CASES: dict[str, Case] = {
+    "plain": Case(),
+    "synchronised": Case(syncs=True),
+    "sum": Case(keys={"gradient_allreduce_op": "sum"}),
+    "no reduce-scatter": Case(zero={"reduce_scatter": False}),
+    "no overlap": Case(zero={"overlap_comm": False}),
+    "many buckets": Case(zero={"reduce_bucket_size": 50}),
+    "owners": Case(zero={"shard_along": "parameter"}),
+    # models
+    "rare": Case(model=lamb_tools.Odd, loss=rare_loss, norms=True),
+    "twice": Case(model=lambda: Net(twice=True), clip=0.5),
+    "recomputed": Case(model=lambda: Net(checkpointed="outside")),
+    "frozen": Case(model=Halves, meddle=thaw),
+    "edited": Case(meddle=double),
+    "double": Case(model=lambda: Net().double(), clip=0.1, norms=True),
+    # steps
+    "adamw": Case(optimizer=OPTIMIZERS["adamw"], clip=0.1, norms=True),
+    "adamw of torch": Case(optimizer=OPTIMIZERS["adamw"], keys={"fused_step": False}, clip=0.1),
+    "adam": Case(optimizer=lambda params: torch.optim.Adam(params, lr=1e-2, amsgrad=False), clip_value=1e-3),
+    "adagrad": Case(optimizer=lambda params: torch.optim.Adagrad(params, lr=1e-2, eps=1e-8)),
+    "lion": Case(optimizer=lambda params: optim.Lion(params, lr=1e-3)),
+    "rmsprop": Case(optimizer=lambda params: torch.optim.RMSprop(params, lr=1e-3)),
+    "lamb": Case(optimizer=lambda params: optim.Lamb(params, lr=1e-2), zero={"shard_along": "parameter"}),
+    # precision
+    "bf16": Case(dtype=_BF16, optimizer=OPTIMIZERS["adamw"], clip=0.1, norms=True),
+    "fp16": Case(dtype=_FP16, optimizer=OPTIMIZERS["adamw"], clip=0.1, keys={"fp16": {"initial_scale_power": 8}}),
+    "overflow": Case(
+        dtype=_FP16,
+        optimizer=OPTIMIZERS["adamw"],
+        clip=0.1,
+        overflow=(1, 4),
+        keys={"fp16": {"initial_scale_power": 8, "hysteresis": 1}},
+    ),
+    "wire bf16": Case(keys={"communication_data_type": "bf16"}, clip=0.1),
+    "wire fp16": Case(dtype=_BF16, keys={"communication_data_type": "fp16"}, clip=0.1),
+    # states
+    "8-bit moments": Case(
+        model=Wide, loss=wide_loss, optimizer=OPTIMIZERS["adamw"], keys={"optimizer_states": {"dtype": "int8"}}
+    ),
+    "bf16 moments": Case(optimizer=OPTIMIZERS["adamw"], keys={"optimizer_states": {"dtype": "bf16"}}),
+    "stochastic rounding": Case(
+        dtype=_BF16,
+        optimizer=OPTIMIZERS["adamw"],
+        zero=_CPU,
+        keys={"bf16": {**_LOW_MASTER, "stochastic_rounding": True}, **_WIDE_SUMS},
+        clip=0.1,
+    ),
+    "low master": Case(
+        dtype=_BF16,
+        optimizer=OPTIMIZERS["adamw"],
+        zero=_CPU,
+        keys={"bf16": {**_LOW_MASTER, "bf16_optimizer_states": True}, **_WIDE_SUMS},
+        clip=0.1,
+    ),
+    # places
+    "offload": Case(optimizer=OPTIMIZERS["adamw"], zero=_CPU, apart=True, clip=0.1),
+    "overlapping offload": Case(optimizer=OPTIMIZERS["adamw"], zero=_OVERLAP, apart=True),
+    "files": Case(
+        optimizer=OPTIMIZERS["adamw"], zero={"offload_optimizer": {"device": "nvme", "nvme_path": "{folder}"}}
+    ),
+}
 
 
-def by_round(runs: list[Run], count: int = COUNT) -> list[tuple[Any, ...]]:
-    """What all micro-batches have seen, in the order of rounds and, in them, of virtual ranks."""
-    ranks = len(runs)
-    turns = count // ranks
-    rounds = len(runs[0].seen) // turns
-    assert all(len(run.seen) == rounds * turns for run in runs)
-    return [runs[v % ranks].seen[at * turns + v // ranks] for at in range(rounds) for v in range(count)]
-
-
-def same(one: Any, other: Any) -> bool:
-    """True if two trees of plain values and tensors have the same bits."""
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
-
-
-def check(runs: dict[int, list[Run]], count: int = COUNT) -> None:
-    """Compare runs of several numbers of ranks: what micro-batches saw, the buffers, and what rank 0 has to tell."""
-    first, *others = sorted(runs)
-    want = by_round(runs[first], count)
-    for ranks in others:
-        found = by_round(runs[ranks], count)
-        assert len(found) == len(want)
-        for at, (one, other) in enumerate(zip(want, found, strict=True)):
-            assert same(one, other), f"{ranks} ranks, round {at // count}, virtual rank {at % count}: {one} != {other}"
-        for rank, run in enumerate(runs[ranks]):
-            assert same(runs[first][0].buffers, run.buffers), f"buffers of rank {rank} of {ranks}"
-        assert same(runs[first][0].more, runs[ranks][0].more), f"{ranks} ranks"
+def train_case(name: str, stage: int, folder: str) -> Bits:
+    """``train`` a case of ``CASES``; its files are in ``folder``."""
+    case = CASES[name]
+    for place in case.zero.values():
+        if isinstance(place, dict) and "nvme_path" in place:
+            case = Case(**{**vars(case), "zero": {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}})
+    return train(case, stage)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 import lt_zero
 from lt_zero import ConfigError
-from tests.features.virtual_ranks.runs import COUNT, RANKS, Batch, Module, Rows, Run, by_round, check, fit, told
+from tests.features.virtual_ranks.fits import COUNT, RANKS, Batch, Module, Rows, Run, by_round, check, fit, told
 from tests.support.pool import Pool
 
 

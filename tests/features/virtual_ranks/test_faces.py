@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import lt_zero
 from lt_zero import ConfigError, FabricZeroStrategy
-from tests.features.virtual_ranks.runs import RANKS, Module, Rows, Run, check, told
+from tests.features.virtual_ranks.fits import RANKS, Module, Rows, Run, check, told
 from tests.support.lightning_tools import torchrun_env
 from tests.support.pool import Pool
 

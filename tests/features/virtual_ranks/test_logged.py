@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.features.virtual_ranks.fits import COUNT, RANKS, Run, by_round, check, fit, full_weights, told
 from tests.features.virtual_ranks.logged import Logging, Told
-from tests.features.virtual_ranks.runs import COUNT, RANKS, Run, by_round, check, fit, full_weights, told
 from tests.support.pool import Pool
 
 HOW: dict[str, Any] = {

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lt_zero import ConfigError
+from tests.features.virtual_ranks.fits import Batch, Module, fit
 from tests.features.virtual_ranks.logged import Logging
-from tests.features.virtual_ranks.runs import Batch, Module, fit
 from tests.support.pool import Pool
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
+from tests.features.virtual_ranks.fits import Run, check, fit, full_weights, told
 from tests.features.virtual_ranks.logged import Logging, Told
-from tests.features.virtual_ranks.runs import Run, check, fit, full_weights, told
 from tests.support.pool import Pool
 
 HOW: dict[str, Any] = {"accumulate_grad_batches": 2, "log_every_n_steps": 1, "val_check_interval": 3, "max_epochs": 2}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lt_zero import ConfigError
-from tests.features.virtual_ranks.runs import COUNT, RANKS, Module, Run, by_round, check, fit, full_weights, told
+from tests.features.virtual_ranks.fits import COUNT, RANKS, Module, Run, by_round, check, fit, full_weights, told
 from tests.support.pool import Pool
 
 
