@@ -49,6 +49,7 @@ WITH = {
     "core/feature": "features",
     "core/followers": "features",
     "core/health": "core/comm",
+    "core/rounds": "features",
     "optim/__init__": "optim/__init__",
     "tools/compare": "training",
     "tools/gradient_noise": "training",

@@ -18,6 +18,7 @@ from lt_zero.core.engine.options import EngineOptions
 from lt_zero.core.engine.partition import BucketPlan, EnginePlan, GroupFacts
 from lt_zero.core.engine.storage_plan import Codecs, CodecsOf, StoragePlan
 from lt_zero.core.feature import Feature
+from lt_zero.core.rounds import Rounds
 
 
 def configure_group(group: ShardGroup, options: GroupOptions, features: Sequence[Feature]) -> None:
@@ -53,6 +54,18 @@ def divide(features: Sequence[Feature], group: ShardGroup, config: Any) -> Divis
         if (found := feature.divide(group)) is not None:
             return found
     return Division(group, config)
+
+
+def rounds_of(features: Sequence[Feature], group: ShardGroup) -> Rounds:
+    """Say which micro-batches the ranks of ``group``, all ranks, run at the same time, or else plain ones. Collective.
+
+    Raises:
+        ConfigError: the ranks cannot run them.
+    """
+    for feature in features:
+        if (found := feature.rounds(group)) is not None:
+            return found
+    return Rounds()
 
 
 def plan_division(features: Sequence[Feature], ranks: int) -> PlannedDivision:

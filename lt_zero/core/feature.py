@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # who reads a configuration needs no engine
     from lt_zero.core.engine.options import EngineOptions
     from lt_zero.core.engine.partition import BucketPlan, EnginePlan, GroupFacts
     from lt_zero.core.engine.storage_plan import Codecs, StoragePlan
+    from lt_zero.core.rounds import Rounds
 
 
 class Handle(Protocol):
@@ -148,6 +149,19 @@ class Feature:
 
         Raises:
             ConfigError: the ranks cannot be divided so.
+        """
+        return None
+
+    def rounds(self, group: ShardGroup) -> Rounds | None:
+        """Say which micro-batches the ranks run at the same time; None: leave it to other features. Collective.
+
+        Called by each face at the begin of a run, after ``divide``.
+
+        Args:
+            group: all ranks.
+
+        Raises:
+            ConfigError: the ranks cannot run them.
         """
         return None
 

@@ -21,7 +21,7 @@ import io
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -36,6 +36,7 @@ from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.config.options import engine_options
 from lt_zero.core import ask
+from lt_zero.core.comm.send_sizes import SendSizes
 from lt_zero.core.engine.bucket import Live
 from lt_zero.core.engine.dtypes import DtypePolicy
 from lt_zero.core.engine.exchange_plan import ExchangePlan
@@ -300,7 +301,7 @@ class _Sums:
         """
         total = [(NVME, GRADS, self._file(GRADS, dtype)) for dtype in {row.accumulate for row in self.stored}]
         for row in self.trained:
-            if waiting and not row.sharding.grads:
+            if waiting and not (row.sharding.grads or self.exchange.reduces_each_backward):
                 continue
             if row.states != NVME:
                 unscaled = row.accumulate == torch.float16 and not self.setup.fused
@@ -327,7 +328,8 @@ class _Sums:
 
     def local(self) -> list[Part]:
         """Gradients of an accumulation window before they are reduced (``GradAccumulator.local``)."""
-        full = [row for row in self.trained if not row.sharding.grads] if self.accumulates else []
+        waits = self.accumulates and not self.exchange.reduces_each_backward
+        full = [row for row in self.trained if not row.sharding.grads] if waits else []
         return [(DEVICE, LOCAL, row.numel * row.accumulate.itemsize) for row in full]
 
     def transient_bytes(self) -> list[Part]:
@@ -378,15 +380,20 @@ class _Sums:
     def reduce_buffers(self) -> list[Part]:
         """The buffers of ``GradReducer``: send buffers, and scratch of the same size where the collective needs it."""
         largest = largest_sends(self.rows, self.zero.reduce_bucket_size)
-        sent = [(row, row.group.sends, row.send) for row in self.trained if row.send is not None]
+        sent = [(row, self._sends(row.group), row.send) for row in self.trained if row.send is not None]
         total, own = 0, list[int]()
         for group, dtype in {(row.group, dtype) for row, _, dtype in sent}:
-            sizes = group.sends
+            sizes = self._sends(group)
             total += sizes.turns * sizes.nbytes(largest[group].get(dtype, 0), dtype, reusable=True)
         for row, sizes, dtype in sent:
             if row.numel > largest[row.group].get(dtype, 0):
                 own.append(sizes.nbytes(row.numel, dtype, reusable=False))
         return [(DEVICE, REDUCE, total + sum(sorted(own)[-IN_FLIGHT:]))]
+
+    def _sends(self, group: GroupFacts) -> SendSizes:
+        """The buffers that reductions over ``group`` need."""
+        apart = self.options.adds_one_by_one and not group.alone
+        return replace(group.sends, scratch=True) if apart else group.sends
 
     def encoding(self) -> list[Part]:
         """Codes and sums of one reduction in backward: ``Compressor`` runs them one after the other."""

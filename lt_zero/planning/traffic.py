@@ -64,10 +64,11 @@ def forecast_traffic(
     gradients = weights = 0.0
     for bucket, row in table.items():
         if row.trains:
-            reductions = micro_batches if row.sharding.grads else 1
+            each = row.sharding.grads or exchange.reduces_each_backward
+            reductions = micro_batches if each else 1
             # Gradients that wait on their rank, to be added up, have the accumulator's dtype. See grad_reducer.py.
             waits = micro_batches > 1 or exchange.waits_for_step
-            adds_up = bucket.is_wide or (waits and not row.sharding.grads)
+            adds_up = bucket.is_wide or (waits and not each)
             sent = row.send_dtype(row.accumulate) if adds_up else row.send
             gradients += links[row.group].reduced(row, exchange, sent, reductions)
             if row.sharding.optim and not row.sharding.params:
@@ -97,6 +98,9 @@ class _GroupLinks:
         backend = "gloo" if setup.device == "cpu" else "nccl"
         self.topology = choose(config.communication.topology, group.mesh, nodes, backend)
         self._links = _Links(group.mesh, nodes, backend, self.topology.sizes)
+        # Of reductions that add each rank's gradients by themselves: all of them go to the rank that adds them.
+        self._direct = _Links(group.mesh, nodes, "gloo", ())
+        self._flat = _Links(group.mesh, nodes, backend, ())
         secondary = group.secondary_shards
         self._second = _Links(Mesh(group.size, 0, secondary), nodes, backend, ()) if secondary > 1 else None
 
@@ -105,6 +109,9 @@ class _GroupLinks:
         plan = row.codecs.reductions
         if sent is None:
             return 0.0
+        if exchange.reduces_each_backward:
+            gathered = 0.0 if row.is_cut else self._flat.shared(row)
+            return self._alike * times * (self._direct.scattered(row, sent) + gathered)
         if plan is None:
             sums = 1 if exchange.sums_replicas_once else times
             return self._alike * (times * self._links.reduced(row, sent) + sums * self._links.summed(row, sent))
@@ -148,6 +155,14 @@ class _Links:
             return _scattered(row.numel, self._rows, sent, _wide(row))
         shared = self._everyone.share * row.numel * sent.itemsize
         return _scattered(row.numel, self._everyone, sent, _wide(row)) + shared
+
+    def scattered(self, row: StoragePlan, sent: torch.dtype) -> float:
+        """Bytes in which each rank gets its part of every rank's gradients."""
+        return _scattered(row.numel, self._everyone, sent, _wide(row))
+
+    def shared(self, row: StoragePlan) -> float:
+        """Bytes in which all ranks get all sums of a bucket, as wide as its accumulator."""
+        return self._everyone.share * row.numel * row.accumulate.itemsize
 
     def summed(self, row: StoragePlan, sent: torch.dtype) -> float:
         """Bytes of a sum of a bucket's gradients over the replicas of its shards."""

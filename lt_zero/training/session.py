@@ -24,7 +24,7 @@ from lt_zero.common.units import format_bytes
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face, check_same, tell_without_effect
 from lt_zero.config.options import communication_options, group_options
-from lt_zero.core.ask import configure_group, divide
+from lt_zero.core.ask import configure_group, divide, rounds_of
 from lt_zero.core.comm.ranks import NewLog
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
@@ -34,6 +34,7 @@ from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.same_on_ranks import compare_models
 from lt_zero.core.feature import Feature
 from lt_zero.core.followers import follow
+from lt_zero.core.rounds import Rounds
 from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.core.step.param_groups import compare_optimizers, compare_options
 from lt_zero.core.step.sharded_optimizer import ShardedOptimizer
@@ -81,6 +82,7 @@ class Session:
     Attributes:
         loss_scale: that of the run's precision; a face sets it before anything is built.
         division: how the run is divided over its ranks; plain before ``join``.
+        rounds: which micro-batches the ranks run at the same time; plain before ``join``.
         saver: the checkpoints that are being written.
         trial: of ``lt-zero tune``, if the process was started for one.
     """
@@ -90,6 +92,7 @@ class Session:
     def __init__(self, face: Face) -> None:
         self.face = face
         self.division = Division()
+        self.rounds = Rounds()
         self.saver = Saver()
         self.trial: TimedRun | None = None
         if folder := os.environ.get(_TRIAL):
@@ -111,6 +114,11 @@ class Session:
     def world(self) -> World:
         """All ranks of the run. Raises RuntimeError before ``join``."""
         return self.division.world
+
+    @property
+    def data_parts(self) -> int:
+        """The number of parts that data are divided into: of data ranks, or of the micro-batches of a round."""
+        return self.rounds.parts(self.division.data_ranks)
 
     @property
     def engines(self) -> list[Engine]:
@@ -158,6 +166,7 @@ class Session:
             features = features_of(config)
             configure_group(group, group_options(config), features)
             self.division = divide(features, group, config)
+            self.rounds = rounds_of(features, group)
         self.division.begin(new)
         self.world.begin_run()
         return new

@@ -93,7 +93,7 @@ FIELDS: dict[str, tuple[dict[str, Any], Any]] = {
     "predivides": ({"gradient_predivide_factor": 4}, True),
 }
 # Those with tests of their own, and those that features set.
-APART = {"dtypes", "resting", "rounding", "sent_dense"}
+APART = {"adds_one_by_one", "align", "dtypes", "norms", "resting", "rounding", "sent_dense"}
 OF_GROUPS: dict[str, tuple[dict[str, Any], Any]] = {
     "topology": ({"communication": {"topology": 2}}, 2),
     "scatters": (_zero(reduce_scatter=False), False),

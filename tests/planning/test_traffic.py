@@ -27,6 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "torus": {"communication": {"topology": 3}},
     "groups": {"mics_shard_size": 2},
     "ZeRO++": {"zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True},
+    "virtual ranks": {"reproducible": {"virtual_ranks": 8}},
     "1bit": {"gradient_compression": {"algorithm": "1bit", "exclude": []}},
     "OneBitAdam": {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 1}}},
     "topk between nodes": {
@@ -48,7 +49,9 @@ def net(way: str) -> nn.Module:
 def config(stage: int, way: str, low: bool) -> ZeroConfig:
     keys = dict(WAYS[way])
     zero = {
-        key: keys.pop(key) for key in WAYS[way] if key not in ("communication", "gradient_compression", "optimizer")
+        key: keys.pop(key)
+        for key in WAYS[way]
+        if key not in ("communication", "gradient_compression", "optimizer", "reproducible")
     }
     return config_of(stage, zero | (RELEASE if stage == 3 else {}), torch.bfloat16 if low else None, **keys)
 

@@ -286,6 +286,9 @@ def _machine_of(run: Run, folder: Path | None) -> Iterator[tuple[Order, ZeroConf
     config = config_of(run, folder)
     with ExitStack() as stack:
         order = stack.enter_context(machine())
+        if "reproducible" in run.keys:
+            torch.use_deterministic_algorithms(True)
+            stack.callback(torch.use_deterministic_algorithms, False)
         group: ShardGroup | None = None
         if run.peer:
             group = LateGroup(CPU)

@@ -174,9 +174,10 @@ def check_form(state: Any, what: str, count: int | None = None) -> Mapping[str, 
         lists = [group.get("params") if isinstance(group, Mapping) else None for group in groups]
         sound = all(isinstance(each, (list, tuple)) for each in lists)
         if sound and all(isinstance(entries, Mapping) for entries in states.values()):
-            numbers = parameter_numbers(state)
+            sound_state: Mapping[str, Any] = state
+            numbers = parameter_numbers(sound_state)
             if count is None or (len(numbers) == count and states.keys() <= set(numbers)):
-                return state
+                return sound_state
     from lt_zero.checkpoint.native.state_form import broken
 
     raise broken(state, what, count)

@@ -115,6 +115,10 @@ class BufferSync(ProcessLocal):
     def end_backward(self) -> None:
         self._unfinished = False
 
+    def leave_to_rounds(self) -> None:
+        """Send nothing from now on: rounds look after the buffers (core/rounds.py). The same on all ranks."""
+        self.enabled = False
+
     def section(self) -> Section:
         """The flags of a step that say what ranks saw."""
         return Section("buffers", self._report, launched=self._exchanged)

@@ -192,7 +192,7 @@ class Engine(ProcessLocal):
         self._ranges = UnitRanges()  # timing of units in the running backward
         self.buffers = BufferSync(root, self.peers, options.broadcast_buffers and not exchange.sums_late)
         self.same_on_ranks = SameOnRanks(self.peers, root, [p for b in self.buckets for p in b.params])
-        self.grad_views = GradViews(self.peers, self.buckets, self.parts)
+        self.grad_views = GradViews(self.peers, self.buckets, self.parts, options.norm_of, options.norms is None)
         news = [
             self.buffers.section(),
             self.same_on_ranks.section(),
@@ -686,13 +686,20 @@ class Engine(ProcessLocal):
             if bucket.sharding.params:
                 finished = unit.leases == 0 and unit.awaited <= 0 and bucket.wants_grad
             else:
-                finished = bucket.grads_complete()
+                # A unit that is called twice gets some of its gradients after its first backward. Where all have to be
+                # in one reduction, it is awaited as sharded units are.
+                waits = self.exchange.reduces_each_backward and self._is_awaited(bucket)
+                finished = not waits and bucket.grads_complete()
             if finished:
                 self.reducer.mark_ready(bucket)
         # Weights do not change in an accumulation window, and create_graph needs them.
         keeps = torch.is_grad_enabled() or (not self.reducer.sync and unit.keep and self.gatherer.fits_whole)
         if unit.leases == 0 and not keeps:
             self.gatherer.release(unit)
+
+    def _is_awaited(self, bucket: Bucket) -> bool:
+        """True if a call of a unit with parameters of ``bucket`` has yet to be walked by the running backward."""
+        return any(unit.leases > 0 or unit.awaited > 0 for unit in self.units if bucket in unit.buckets)
 
     def end_backward(self) -> None:
         """Reduce the remaining gradients, wait for all reductions, and release what backward held."""

@@ -96,6 +96,14 @@ class GradientExchange:
         """True if gradients that are not sharded wait for the step in this backward; the same on all ranks."""
         return False
 
+    @property
+    def reduces_each_backward(self) -> bool:
+        """True if each backward has one reduction of all of its gradients, at every stage, also inside of ``no_sync``.
+
+        What comes after it is refused: ``refuse_second_reduction``.
+        """
+        return False
+
     def begin_flush(self, buckets: Sequence[Bucket]) -> None:
         """Prepare what ``buckets`` have accumulated locally (``grads.local``), which is reduced next. Collective."""
 
@@ -159,7 +167,9 @@ class GradientExchange:
         """Raise RuntimeError if the accumulators do not get the mean of this step's gradients."""
 
     def refuse_second_reduction(self, names: str) -> NoReturn:
-        """Raise RuntimeError: gradients were set after backward, and ranks that ``sums_late`` cannot agree on them.
+        """Raise RuntimeError: gradients came after their reduction, which an exchange cannot reduce by themselves.
+
+        Asked where ranks that ``sums_late`` do not agree on them, or where it ``reduces_each_backward``.
 
         ``names``: of the buckets.
         """

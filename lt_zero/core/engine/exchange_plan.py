@@ -29,6 +29,11 @@ class ExchangePlan:
         """True if the sum over the replicas of a shard waits for the last micro-batch of a step."""
         return True
 
+    @property
+    def reduces_each_backward(self) -> bool:
+        """True if gradients are reduced in each backward, at every stage, also inside of ``no_sync``."""
+        return False
+
     def everywhere(self, is_cut: bool) -> bool:
         """True if all ranks need all elements of the mean of a bucket; ``is_cut``: each has a shard of it."""
         return not is_cut

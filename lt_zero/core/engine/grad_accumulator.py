@@ -181,11 +181,14 @@ class GradAccumulator:
         """True if gradients go to the accumulator as they are: one rank, and no other dtype on the wire."""
         return self._plan.skips_collective
 
-    def target(self, replicas: Replicas = Replicas.SENT) -> tuple[Tensor, bool]:
+    def target(self, replicas: Replicas = Replicas.SENT, whole: bool = False) -> tuple[Tensor, bool]:
         """The tensor (1D, elements [shard_range)) for the result of a reduction that is launched next.
 
         Returns it, and whether the reduction has to add to it. Call ``arrived`` once the result is there.
-        ``replicas``: what is summed over them: ``RESULT`` exactly if it is PARTIAL, unless it stays so.
+
+        Args:
+            replicas: what is summed over them: ``RESULT`` exactly if it is PARTIAL, unless it stays so.
+            whole: what there is has to be in the tensor, one by one is added to it: no sum is added afterwards.
         """
         self.apply_deferred_scale()
         if self._store is self._none:
@@ -200,7 +203,8 @@ class GradAccumulator:
         ):
             # What is here is summed over the replicas already: one of them keeps it for the sum of all.
             self.values.overwrite().zero_()
-        target = self.values.target(add=bool(self.valid), whole=replicas is Replicas.RESULT)
+        add = bool(self.valid)
+        target = self.values.target(add, whole=replicas is Replicas.RESULT or (whole and add))
         self._enter(GradState.PARTIAL if replicas is Replicas.NOTHING else GradState.COMPLETE)
         self.changes += 1
         self.valid.update([index for index, parameter in enumerate(self._params) if parameter.requires_grad])

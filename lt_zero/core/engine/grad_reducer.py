@@ -130,7 +130,8 @@ class GradReducer:
 
     def _keeps_local(self, bucket: Bucket) -> bool:
         """True if the gradients of ``bucket`` from the running backward wait for a later reduction."""
-        waits = not self.sync or self._exchange.reduces_at_step
+        waits = not self.sync and not self._exchange.reduces_each_backward
+        waits = waits or self._exchange.reduces_at_step
         return bucket.plan.is_wide or (waits and not bucket.sharding.grads)
 
     @property
@@ -176,7 +177,7 @@ class GradReducer:
         replicas = self._replicas(bucket, again)
         work: Work = Done()
         try:
-            out, add = grads.target(replicas)
+            out, add = grads.target(replicas, whole=self._exchange.reduces_each_backward)
             if send is not None:
                 work = self._exchange.reduce(bucket, out, send, add, replicas)
             else:

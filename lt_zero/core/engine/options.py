@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 from torch.nn import Parameter
@@ -13,8 +13,12 @@ from torch.nn import Parameter
 from lt_zero.common.codec import RestingCodec
 from lt_zero.common.moment_form import MomentForm
 from lt_zero.core.engine.dtypes import DtypePolicy
+from lt_zero.core.engine.layout import ALIGN
 from lt_zero.core.engine.weight_rounding import WeightRounding
 from lt_zero.core.stores.io_options import IoOptions
+
+if TYPE_CHECKING:
+    from lt_zero.common.norms import VectorNorm
 
 Device = Literal["none", "cpu", "nvme"]
 
@@ -109,6 +113,12 @@ class EngineOptions:
         resting: codec in which sharded weights that are not trained rest; None: they rest as they are.
         sent_dense: returns the parameters of a module whose gradients are never sent compressed; None: all are sent as
             they are.
+        align: elements: parameters begin at multiples of so many in flat tensors, a power of 2 of at least ``ALIGN``
+            (layout.py).
+        adds_one_by_one: each rank's gradients are multiplied by a factor and added to the accumulator, in its dtype, by
+            themselves, also those of a single rank. Reductions receive as much as they send.
+        norms: makes a norm of an order, by which sums of powers of gradients are added up over ranks and buckets;
+            None: sums in any order, as torch has them.
     """
 
     dtypes: DtypePolicy
@@ -138,3 +148,14 @@ class EngineOptions:
     rounding: Callable[[int], WeightRounding] | None = None
     resting: RestingCodec | None = None
     sent_dense: Callable[[nn.Module], set[Parameter]] | None = None
+    align: int = ALIGN
+    adds_one_by_one: bool = False
+    norms: Callable[[float], VectorNorm] | None = None
+
+    def norm_of(self, order: float) -> VectorNorm:
+        """The norm of an order, by which sums of powers of gradients are added up."""
+        if self.norms is not None:
+            return self.norms(order)
+        from lt_zero.common.norms import VectorNorm
+
+        return VectorNorm(order)

@@ -390,7 +390,8 @@ def _cut(
                 what = (kind.compresses, kind.group, kind.is_wide, kind.moments, narrows)
                 how = (kind.dtype, kept, of_rank, *what, most, gradient_of)
                 codec = options.resting if kept.params and not kind.trains else None
-                align = max(codec.block if codec is not None else ALIGN, kind.moments.align if kind.moments else ALIGN)
+                blocks = [codec.block] if codec is not None else []
+                align = max([options.align, *blocks, *([kind.moments.align] if kind.moments is not None else [])])
                 found[first].append(BucketPlan(name, parameters, theirs, *how, align))
     return found
 

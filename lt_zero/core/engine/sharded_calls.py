@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from lt_zero.common.compat import without_torch_function, wrapper_tensor
-from lt_zero.common.norms import VectorNorm
 from lt_zero.common.tensor_tree import iter_tensors, map_tensors
 from lt_zero.core.comm.shard_group import combine_rows
 from lt_zero.core.engine.bucket import Bucket
@@ -84,10 +83,12 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     me = args[0] if args and isinstance(args[0], Sharded) else None
     sharded = [t for t in iter_tensors((args, kwargs)) if isinstance(t, Sharded)]
-    # The whole gradient is here, and the stand-in is no view of it only because of its dtype.
-    if all(isinstance(grad, ShardedGrad) and is_whole(grad._owners()[0]) for grad in sharded):
-        return _call_whole(func, args, kwargs)
     name = getattr(func, "__name__", "")
+    # Torch would add up squares in another order than the ranks do.
+    in_order = (func in NORMS or name == "_foreach_norm") and not sharded[0]._owners()[2].plain_norms
+    # The whole gradient is here, and the stand-in is no view of it only because of its dtype.
+    if not in_order and all(isinstance(grad, ShardedGrad) and is_whole(grad._owners()[0]) for grad in sharded):
+        return _call_whole(func, args, kwargs)
     if name.startswith("_foreach_"):
         return _for_each(func, name.removeprefix("_foreach_"), args, kwargs, sharded[0])
     if me is not None and func in SAME:
@@ -348,7 +349,8 @@ def _norm(me: Sharded, order: float, dtype: torch.dtype | None) -> Tensor:
     bucket, index, shown_by = me._owners()
     if isinstance(me, ShardedGrad):
         return shown_by.norm((bucket, index), order).to(dtype or wide(bucket.grads.dtype))
-    kind, device = VectorNorm(order), bucket.group.device
+    kind = shown_by.norm_of(order)
+    device = bucket.group.device
     rows: Iterator[Tensor] = iter(() if bucket.repeats(index) else me._rows(False))
     parts = combine_rows(kind.part(rows, device)[None], [bucket.holders(index)], "gradient norms", kind.takes_maximum)
     return kind.finish(parts)[0].to(dtype or wide(me.dtype))

@@ -9,8 +9,9 @@ are those of all elements, over all ranks. sharded_calls.py computes all that.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from lt_zero.common.tensor_tree import iter_tensors
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.guard import PASSING, called, changes_nothing
 from lt_zero.core.engine.parts import Parts
+
+if TYPE_CHECKING:
+    from lt_zero.common.norms import VectorNorm
 
 Place = tuple[Bucket, int]
 
@@ -36,6 +40,8 @@ class ShownBy(Protocol):
 
     parts: Parts
     norms: dict[float, dict[Place, Tensor]]
+    norm_of: Callable[[float], VectorNorm]
+    plain_norms: bool
 
     def norm(self, place: Place, norm_type: float) -> Tensor: ...
 

@@ -89,6 +89,7 @@ class StoragePlan:
         narrows: parameters come in a wider dtype than ``dtype``.
         codecs: what is encoded.
         skips_collective: gradients go to the accumulator without a reduction: one rank, no other dtype on the wire.
+        sums_wide: a reduction adds in the dtype of the accumulator, whatever is sent.
         states: place of master weights, optimizer states and accumulator.
         weights: place of what gathers read.
     """
@@ -111,6 +112,7 @@ class StoragePlan:
     narrows: bool
     codecs: Codecs
     skips_collective: bool
+    sums_wide: bool
     states: str
     weights: str
 
@@ -207,7 +209,7 @@ class StoragePlan:
         """Dtype in which gradients of dtype ``have`` are sent: as configured, else ``have`` if that is as precise."""
         if self.wire is not None:
             return self.wire
-        return have if self.sharding.optim and self.group.sums_wide else self.accumulate
+        return have if self.sharding.optim and self.sums_wide else self.accumulate
 
     @property
     def send(self) -> torch.dtype | None:
@@ -266,7 +268,8 @@ def plan_storage(
             trains=bucket.trains and training,
             narrows=bucket.narrows,
             codecs=codecs_of(bucket, group),
-            skips_collective=group.alone and wire is None and not options.predivides,
+            skips_collective=(group.alone and wire is None and not (options.predivides or options.adds_one_by_one)),
+            sums_wide=group.sums_wide or options.adds_one_by_one,
             states=states,
             weights=weights,
         )

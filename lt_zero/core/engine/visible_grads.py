@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ from lt_zero.core.engine.parts import Parts
 from lt_zero.core.engine.sharded_grad import REMEDY, Place, ShardedGrad, ShardedValues, is_whole, local_rows, stand_in
 from lt_zero.core.engine.step_flags import ExchangedFlags, Section, StepFlags
 from lt_zero.core.stores.store import Store
+
+if TYPE_CHECKING:
+    from lt_zero.common.norms import VectorNorm
 
 
 def is_view(bucket: Bucket) -> bool:
@@ -102,6 +105,8 @@ class GradViews:
     Attributes:
         shown: what was attached to ``p.grad``; None: ``p.grad`` is a late gradient.
         norms: of attached gradients, by type, until these change.
+        norm_of: makes the norm of an order.
+        plain_norms: it is torch's, whose sums may be taken in any order.
         aside: nothing is attached: ``put_aside``.
         spent: a step has used, or skipped, what was accumulated.
         held: user code reads ``p.grad``, which stays attached.
@@ -111,11 +116,20 @@ class GradViews:
         complete: sums over the replicas what is not yet (``GradReducer.sum_replicas``). Collective.
     """
 
-    def __init__(self, peers: Ranks, buckets: list[Bucket], parts: Parts) -> None:
+    def __init__(
+        self,
+        peers: Ranks,
+        buckets: list[Bucket],
+        parts: Parts,
+        norm_of: Callable[[float], VectorNorm],
+        plain_norms: bool,
+    ) -> None:
         self._peers = peers
         self._buckets = buckets
         self._parameters = [((bucket, index), p) for bucket in buckets for index, p in enumerate(bucket.params)]
         self.parts = parts
+        self.norm_of = norm_of
+        self.plain_norms = plain_norms
         self.complete: Callable[[], None] = lambda: None
         self.shown: dict[Place, Tensor | None] = {}
         self._hidden: dict[Place, ShardedGrad] = {}  # stand-ins of the last backward, for reuse
@@ -182,7 +196,9 @@ class GradViews:
             return
         self._places, self.norms = places, {}
         self._accumulators = [bucket.grads.values for bucket in self._buckets]
-        rows = {bucket: None if self.defers else _row_of_views(bucket) for bucket in {bucket for bucket, _ in places}}
+        # Torch's own norms of views would not be those that ``norm_of`` makes.
+        hides = self.defers or not self.plain_norms
+        rows = {bucket: None if hides else _row_of_views(bucket) for bucket in {bucket for bucket, _ in places}}
         # Guards would intercept each access to ``.grad``, although it needs no values.
         with without_torch_function():
             for bucket, index in places:
@@ -319,10 +335,8 @@ class GradViews:
 
     @torch.no_grad()
     def _compute_norms(self, norm_type: float) -> dict[Place, Tensor]:
-        from lt_zero.common.norms import VectorNorm
-
         places = self._in_order()
-        kind = VectorNorm(norm_type)
+        kind = self.norm_of(norm_type)
         device = self._peers.device
         parts = kind.nothing(len(places), device)
         for number, (bucket, index) in enumerate(places):
@@ -397,12 +411,15 @@ class UnusedParameters:
         # The result of ``finish_reductions``, and ``GradViews.changes`` then.
         self._found: tuple[set[Place], int] | None = None
         self.late: set[Bucket] = set()
+        self._overdue: set[Bucket] = set()  # that were late in an earlier backward, if each is reduced by itself
         self.nonfinite = False
 
     def record(self) -> None:
         """Called when the reductions of a backward are finished."""
         self._views.begin()
         self._flags = None
+        if self._exchange.reduces_each_backward:
+            self._overdue |= self.late
         if self._reducer.sync:
             self._launch()
         else:
@@ -415,6 +432,7 @@ class UnusedParameters:
         Stand-ins would let ``module.double()`` and its like fail.
         """
         self._flags = None
+        self._overdue.clear()
         self._views.abort()
 
     def _launch(self) -> ExchangedFlags:
@@ -427,7 +445,7 @@ class UnusedParameters:
 
     def _report_used(self) -> list[bool]:
         """Report which parameters had a gradient on this rank; notes the ``late`` buckets."""
-        self.late = set()
+        self.late = set(self._overdue)
         flags = list[bool]()
         for bucket in self._buckets:
             got = bucket.which_have_grads()
@@ -473,6 +491,9 @@ class UnusedParameters:
             raise
         late = [bucket for bucket, flag in zip(self._buckets, maxima["late"], strict=True) if flag]
         if late:
+            if self._exchange.reduces_each_backward:
+                self._flags = None
+                self._exchange.refuse_second_reduction(", ".join(bucket.name for bucket in late))
             if stays:
                 # Detach first: the second reduction takes what ``p.grad`` has, and must not take stand-ins.
                 views.detach()

@@ -142,10 +142,9 @@ class ReducedGrads:
         Raises:
             RuntimeError: the order is 0, and ranks step with their own gradients.
         """
-        if norm_type != 2.0:
-            from lt_zero.common.norms import VectorNorm
-
-            return self._norm_of_order(VectorNorm(norm_type))
+        options = self._engine.options
+        if norm_type != 2.0 or options.norms is not None:
+            return self._norm_of_order(options.norm_of(norm_type))
         engine, device = self._engine, self._engine.device
         # In fp64: squares of finite fp32 gradients may overflow fp32, and the norm is the test for overflow.
         total = torch.zeros((), dtype=torch.float64, device=device)

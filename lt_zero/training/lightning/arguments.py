@@ -95,8 +95,9 @@ def with_sizes_of_mesh(
     sequence_parallel_size: int | None,
     expert_parallel_size: int | None,
     dp_replicate_size: int | None,
+    virtual_ranks: int | None,
 ) -> Sequence[str]:
-    """The overrides of a strategy with its numbers of ranks along the axes of parallelism, checked as the keys are."""
+    """The overrides of a strategy with its numbers of ranks, checked as the keys are."""
     experts = to_whole_number(expert_parallel_size)
     keys = {
         "tensor_parallel.autotp_size": tensor_parallel_size,
@@ -104,6 +105,7 @@ def with_sizes_of_mesh(
         "sequence_parallel_size": sequence_parallel_size,
         "expert_parallel.autoep_size": expert_parallel_size,
         f"{_ZERO}dp_replicate_size": dp_replicate_size,
+        "reproducible.virtual_ranks": virtual_ranks,
         "expert_parallel.enabled": str(experts > 1).lower() if type(experts) is int else None,
     }
     given = [f"{key}={value}" for key, value in keys.items() if value is not None]

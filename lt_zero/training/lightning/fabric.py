@@ -23,6 +23,7 @@ from lt_zero.checkpoint.native.directory import plain_path
 from lt_zero.checkpoint.native.load import engine_of
 from lt_zero.checkpoint.native.save import FABRIC
 from lt_zero.checkpoint.same import load_same
+from lt_zero.common.errors import ConfigError
 from lt_zero.common.garbage import without_gc
 from lt_zero.config import ZeroConfig
 from lt_zero.config.applicability import Face, check_face
@@ -45,6 +46,7 @@ from lt_zero.training.lightning.process_launchers import FabricLauncher
 from lt_zero.training.lightning.sharded_strategy import ShardedStrategy
 from lt_zero.training.restore import load_weights
 from lt_zero.training.session import move_buffers
+from lt_zero.training.turns import InTurns, StepTurns
 
 log = logging.getLogger("lt_zero")
 
@@ -59,6 +61,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
             as for ``ZeroStrategy``. The script parallelizes the module, over
             ``fabric.strategy.device_mesh["tensor_parallel"]``; loaders that are set up return the rank's part of
             sequences.
+        virtual_ranks: as for ``ZeroStrategy``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as in every strategy.
         process_group_backend: torch's for the device by default: ``gloo`` on CPU, ``nccl`` on CUDA.
         timeout: of collectives.
@@ -69,6 +72,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
     """
 
     face = Face.FABRIC
+    _turns: StepTurns | None = None  # of the module that is trained in rounds
 
     @explained
     def __init__(
@@ -91,6 +95,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         sequence_parallel_size: int | None = None,
         expert_parallel_size: int | None = None,
         dp_replicate_size: int | None = None,
+        virtual_ranks: int | None = None,
     ) -> None:
         loaded = self._read_arguments(
             stage=stage,
@@ -106,6 +111,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
             sequence_parallel_size=sequence_parallel_size,
             expert_parallel_size=expert_parallel_size,
             dp_replicate_size=dp_replicate_size,
+            virtual_ranks=virtual_ranks,
         )
         self.config: ZeroConfig = loaded.usable()
         self._shown = shown(self.config)  # in checkpoints
@@ -226,6 +232,8 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         """
         loader = super().process_dataloader(dataloader)
         session = self.session
+        if session.rounds.count is not None:
+            return InTurns(session.rounds.loader(loader), session.rounds.turns)
         name = type(loader).__name__
 
         def through(make: Callable[[], Any]) -> Any:
@@ -261,7 +269,17 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         device, policy = self.world.device, self.precision.policy  # raises before fabric.launch()
         engine = self.session.build(module, self.config, device, policy, training)
         self.precision.engine = engine
-        return ShardedModule(module, engine, self.session.division.forward)
+        rounds = self.session.rounds
+        if rounds.count is None or not training:
+            return ShardedModule(module, engine, self.session.division.forward)
+        if self._turns is not None:
+            raise ConfigError.about(
+                "reproducible.virtual_ranks",
+                f"reproducible.virtual_ranks={rounds.count}: a backward is one micro-batch of a round, and this is the "
+                "second module that is trained. Set up one module.",
+            )
+        turns = self._turns = StepTurns(rounds, engine)
+        return ShardedModule(module, engine, lambda module, trains: turns.forward(trains))
 
     @override
     def setup_module_and_optimizers(
@@ -349,11 +367,15 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, unless the gradients overflowed; clipped to ``gradient_clipping``. Returns the closure's result."""
         output, closure = None, kwargs.pop("closure", None)
+        if closure is None and self._turns is not None:
+            self._turns.check_step("optimizer.step()")
         self.session.before_step()
         # The closure computes gradients of whole parameters, so it runs before the step, which works on shards.
         if closure is not None:
             with torch.enable_grad():
                 output = closure()
+            if self._turns is not None:
+                self._turns.check_step("optimizer.step()")
         sharded, limit = self._sharded(optimizer), float(self.config.gradient_clipping or 0.0)
         self.session.step(sharded, limit, partial(optimizer.step, **kwargs))
         self.session.end_step(sharded)

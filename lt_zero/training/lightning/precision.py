@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.amp import GradScaler
@@ -34,6 +35,7 @@ from lt_zero.training.loss_scale import loss_scale_controller
 if TYPE_CHECKING:
     from lt_zero.core.engine.engine import Engine
     from lt_zero.core.step.loss_scaler import LossScaler
+    from lt_zero.training.lightning.turns.trainer import TrainerTurns
 
 
 _CPUS = (CPUAccelerator, FabricCPUAccelerator)
@@ -79,6 +81,7 @@ class ZeroPrecision(HalfPrecision):
             )
         super().__init__()
         self.engine: Engine | None = None
+        self.turns: TrainerTurns | None = None  # None: there are no rounds
         # 0D, before clipping, of the last step that was clipped by norm or checked for overflow
         self.grad_norm: Tensor | None = None
         self.device_type = "cpu"
@@ -91,7 +94,7 @@ class ZeroPrecision(HalfPrecision):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no run."""
-        return {**vars(self), "engine": None, "_steps_next": None}
+        return {**vars(self), "engine": None, "turns": None, "_steps_next": None}
 
     @classmethod
     def of(cls, plugin: fabric.Precision) -> ZeroPrecision:
@@ -197,6 +200,8 @@ class ZeroPrecision(HalfPrecision):
 
     @override
     def convert_input(self, data: Any) -> Any:
+        if self.turns is not None:
+            data = self.turns.unpack(data)
         return super().convert_input(data) if self.policy.cast_inputs else data
 
     @override
@@ -210,15 +215,28 @@ class ZeroPrecision(HalfPrecision):
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         controller, known = self.loss_scale_controller, map(sharded_of, module.trainer.strategy.optimizers)
         controller.before_backward([sharded for sharded in known if sharded is not None])
-        return super().pre_backward(controller.scaled(self.engine, tensor), module)
+        scaled = controller.scaled(self.engine, tensor)
+        if self.turns is None:
+            return super().pre_backward(scaled, module)
+        _call_lightning_module_hook(module.trainer, "on_before_backward", scaled)
+        return scaled
 
     @override
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        overlap = self._steps_next.overlap.beside_backward() if self._steps_next is not None else nullcontext()
+        # Of a round only the backward of the last turn is followed by a step.
+        steps = self._steps_next if self.turns is None or self.turns.is_last else None
+        overlap = steps.overlap.beside_backward() if steps is not None else nullcontext()
         with overlap, self.engine.backward_pass() if self.engine is not None else nullcontext():
             super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    @override
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        if self.turns is None:
+            return super().post_backward(tensor, module)
+        _call_lightning_module_hook(module.trainer, "on_after_backward")
+        return tensor.detach()
 
     # ---- step --------------------------------------------------------------------------------------------------
 

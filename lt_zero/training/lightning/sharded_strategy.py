@@ -139,8 +139,15 @@ class ShardedStrategy:
         return self.session.division.device_mesh
 
     @property
+    def _predicts(self) -> bool:
+        """True in a prediction, which has no rounds."""
+        return False
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The number of ranks that see different data, and the index of this one."""
+        """The number of ranks that see different data, and the index of this one; or of micro-batches of a round."""
+        if self.session.rounds.count is not None and not self._predicts:
+            return {"num_replicas": self.session.rounds.count, "rank": self.session.rounds.number(0)}
         if self.device_mesh is None:
             known: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
             return known

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -41,6 +41,9 @@ from lt_zero.training.lightning.run_queries import RunQueries
 from lt_zero.training.lightning.setup import RunSnapshot, Signals
 from lt_zero.training.session import move_buffers
 
+if TYPE_CHECKING:
+    from lt_zero.training.lightning.turns.trainer import TrainerTurns
+
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _MOVES = ("transfer_batch_to_device", "on_after_batch_transfer")  # hooks of the user's while a batch is moved
 
@@ -71,13 +74,16 @@ class ZeroStrategy(RunQueries):
             ``expert_parallel`` of the configuration.
         dp_replicate_size: groups of data ranks that shard, and hold a full copy each;
             ``zero_optimization.dp_replicate_size`` of the configuration.
+        virtual_ranks: micro-batches of a round, which any number of ranks that divides it runs with the same results,
+            to the bit; ``reproducible.virtual_ranks`` of the configuration.
 
     Raises:
         ConfigError: names every problem: unknown keys, wrong values, keys that contradict each other.
     """
 
-    _OF_A_RUN = frozenset({"_engine", "_signals", "_epoch", "session", "checkpoints", "monitor", "data"})
+    _OF_A_RUN = frozenset({"_engine", "_signals", "_epoch", "_turns", "session", "checkpoints", "monitor", "data"})
     _engine: Engine | None = None
+    _turns: TrainerTurns | None = None  # None: there are no rounds
     _signals: Signals | None = None
     _epoch = 0  # of the last batch, on all ranks
 
@@ -107,6 +113,7 @@ class ZeroStrategy(RunQueries):
         sequence_parallel_size: int | None = None,
         expert_parallel_size: int | None = None,
         dp_replicate_size: int | None = None,
+        virtual_ranks: int | None = None,
     ) -> None:
         loaded = self._read_arguments(
             stage=stage,
@@ -122,6 +129,7 @@ class ZeroStrategy(RunQueries):
             sequence_parallel_size=sequence_parallel_size,
             expert_parallel_size=expert_parallel_size,
             dp_replicate_size=dp_replicate_size,
+            virtual_ranks=virtual_ranks,
         )
         self._reconciler = Reconciler(loaded.usable(), loaded.marks)
         loaded.announce()
@@ -230,6 +238,7 @@ class ZeroStrategy(RunQueries):
         first = partial(self.monitor.record, new=True)
         if not self.session.join(self.config, self.root_device, self._group_timeout, self._node_rank, new_log, first):
             self.monitor.record(self.session.world, new=False)
+        self.data.follow(self.session.rounds)
         self.checkpoints.begin_run()
         if self.lightning_module is not None and self.device_mesh is not None:
             set_device_mesh(self.lightning_module, self.device_mesh)
@@ -241,6 +250,8 @@ class ZeroStrategy(RunQueries):
         Raises:
             ValueError: sequences are cut over ranks, and it is no mean; see parallel/reductions.py.
         """
+        if self._turns is not None:
+            self._turns.refuse_inside("a reduction over ranks")
         if group is None:
             own = counts_batches(sys._getframe(1))
             division = self.session.division
@@ -250,6 +261,8 @@ class ZeroStrategy(RunQueries):
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather from the ranks that see different tokens, unless ``group`` says from which."""
+        if self._turns is not None:
+            self._turns.refuse_inside("all_gather")
         return super().all_gather(tensor, group if group is not None else self.session.division.token_group, sync_grads)
 
     @override
@@ -280,7 +293,7 @@ class ZeroStrategy(RunQueries):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.session.compare_model(self._module)  # "auto" depends on it, and whether an engine is used again
         if fitting:
-            self._reconciler.agree(trainer, self._module, world, self.session.division.data_ranks, self.is_global_zero)
+            self._reconciler.agree(trainer, self._module, world, self.session.data_parts, self.is_global_zero)
         self.checkpoints.set_up(self.run)
         set_up.refuse_own_reads(self._module, self.session.division.batch_cut)
         if self.config.zero_optimization.sync_bn_in_backward and self._layer_sync is None:
@@ -310,12 +323,41 @@ class ZeroStrategy(RunQueries):
         plugin.device_type = self.root_device.type
         # In manual optimization nothing tells which backward is the last one of a step.
         self._engine.leave_sums_to_steps(fitting and not module.automatic_optimization)
+        self._begin_turns()
         if fitting:
             self.data.watch(trainer)
             self.setup_optimizers(trainer)
             self.monitor.start(self.run, new=self._engine is not before)
         self.setup_precision_plugin()
         self._signals = Signals(trainer, world.agreement)
+
+    @property
+    @override
+    def _predicts(self) -> bool:
+        return self.lightning_module is not None and bool(self._module.trainer.predicting)
+
+    def _begin_turns(self) -> None:
+        """Begin the rounds of a run, if it has some. Collective."""
+        rounds = self.session.rounds
+        if rounds.count is None:
+            return
+        from lt_zero.training.lightning.turns.trainer import TrainerTurns
+
+        self._end_turns()
+        rounds.begin(anew=True)
+        self._turns = TrainerTurns(rounds, self._module, self.engine, self._transferred)
+        self.precision_plugin.turns = self.data.turns = self._turns
+
+    def _end_turns(self) -> None:
+        if self._turns is not None:
+            self._turns.leave()
+            self._turns = self.precision_plugin.turns = self.data.turns = None
+
+    def _transferred(self, batch: Any, dataloader_idx: int) -> Any:
+        """A batch on the device, which Lightning has not fetched by itself."""
+        batch = self.precision_plugin.convert_input(batch)
+        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+        return self.batch_to_device(batch, dataloader_idx=dataloader_idx)
 
     def _loss_weight(self) -> float:
         """Factor by which Lightning multiplies losses."""
@@ -376,12 +418,23 @@ class ZeroStrategy(RunQueries):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        ranks = self.session.division.data_ranks if self.session.known is not None else self.world_size
-        return self.data.process(super().process_dataloader(dataloader), self._module.trainer, ranks)
+        trainer = self._module.trainer
+        loader = super().process_dataloader(dataloader)
+        if self.session.known is None:
+            return self.data.process(loader, trainer, self.world_size)
+        if self.session.rounds.count is not None and not trainer.predicting:
+            loader = self.session.rounds.loader(loader)
+        return self.data.process(loader, trainer, self.session.data_parts)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; of its sequences the part of this rank, if they are cut."""
+        moved = self._moved_batch(batch, device, dataloader_idx)
+        if self._turns is not None:
+            self._turns.transferred()
+        return moved
+
+    def _moved_batch(self, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
         move = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
         division = self.session.division
         if division.batch_cut is None:
@@ -401,6 +454,7 @@ class ZeroStrategy(RunQueries):
     def on_train_start(self) -> None:
         self._epoch = self._module.current_epoch
         self.data.start()
+        self.session.rounds.begin(anew=False)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -422,6 +476,12 @@ class ZeroStrategy(RunQueries):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._turns is None:
+            return self._train(*args, **kwargs)
+        return self._turns.training_step(self._train, *args, **kwargs)
+
+    def _train(self, *args: Any, **kwargs: Any) -> Any:
+        """The training step of one batch."""
         engine = self.engine
         session = self.session
         module = self._module
@@ -429,7 +489,7 @@ class ZeroStrategy(RunQueries):
         if session.saver.pending is not None:
             session.before_step()
         if not self._reconciler.seen:
-            self._reconciler.see(batch, module.trainer, engine.world, session.division.data_ranks, self.is_global_zero)
+            self._reconciler.see(batch, module.trainer, engine.world, session.data_parts, self.is_global_zero)
         session.division.compare_batch(batch)
         with phase("forward"), engine.forward_scope(), session.division.forward(module, module.training):
             if not self.monitor.watches:
@@ -438,6 +498,13 @@ class ZeroStrategy(RunQueries):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self._turns is None:
+            return self._go_back(closure_loss, optimizer, *args, **kwargs)
+        run = partial(self._go_back, optimizer=optimizer)
+        return self._turns.backward(run, self._train, closure_loss)
+
+    def _go_back(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """The backward of one loss."""
         if not self.monitor.watches:
             with phase("backward"):
                 return super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -455,12 +522,16 @@ class ZeroStrategy(RunQueries):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._evaluating():
-            return super().validation_step(*args, **kwargs)
+            if self._turns is None:
+                return super().validation_step(*args, **kwargs)
+            return self._turns.evaluate("validation", super().validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._evaluating():
-            return super().test_step(*args, **kwargs)
+            if self._turns is None:
+                return super().test_step(*args, **kwargs)
+            return self._turns.evaluate("test", super().test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -594,6 +665,7 @@ class ZeroStrategy(RunQueries):
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self._reconciler.take_back()
+        self._end_turns()
         self.data.finish()
         self.precision_plugin.teardown()
         if self.accelerator is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -63,6 +63,7 @@ from lt_zero.training.loop.queries import EngineQueries
 from lt_zero.training.loss_scale import loss_scale_controller
 from lt_zero.training.restore import Contents, ModuleContents, restore
 from lt_zero.training.session import Session
+from lt_zero.training.turns import InTurns, StepTurns
 
 ended: WeakSet[Engine] = WeakSet()  # whose ``TrainingEngine`` was destroyed
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -76,8 +77,8 @@ class TrainingEngine(EngineQueries):
         optimizer: of torch; its groups hold the module's parameters, its state this rank's part.
         engine: runs the model.
         monitor: writes ``Train/Samples/train_loss`` and others where ``csv_monitor`` and its like say.
-        data_ranks: how many ranks, or sets of tensor-parallel ranks, see different data.
-        micro_steps, global_steps, global_samples: micro-batches, steps and samples so far.
+        data_ranks: how many ranks, or sets of tensor-parallel ranks, see different data; or the virtual ranks.
+        micro_steps, global_steps, global_samples: micro-batches (or rounds of them), steps and samples so far.
         tracks_norm: whether steps compute the norm of gradients for ``get_global_grad_norm`` although nothing else
             needs it; the same on all ranks.
     """
@@ -99,13 +100,16 @@ class TrainingEngine(EngineQueries):
         self.session.compare_model(model)  # "auto" depends on it
         config = with_sizes(config, model, (), partial(self.session.division.peers.ask_all, name="sizes of the model"))
         self.global_rank, self.world_size = self.world.rank, self.world.size
-        self.data_ranks = self.session.division.data_ranks
+        self.data_ranks = self.session.data_parts
         self._micro, self._gas = _batch_sizes(config, self.data_ranks)
         if config.pipeline.ranks > 1:  # may follow from two batch sizes
             config = config.model_copy(update={"gradient_accumulation_steps": self._gas})
         self.monitor = monitor_of(config, self.world, policy.mode)
         self._added = self._gas  # micro-batches whose losses are added as they are
         self.engine: Engine = self.session.build(model, config, wanted, policy, training=True)
+        rounds = self.session.rounds
+        self._turns = StepTurns(rounds, self.engine) if rounds.count is not None else None
+        self._losses: list[Tensor] = []  # of the micro-batches of a round that this rank has run
         self.module = model
         self._config = config
         self._shown = shown(config)
@@ -226,6 +230,8 @@ class TrainingEngine(EngineQueries):
                 stack.enter_context(torch.autocast(self.device.type, policy.compute))
             stack.enter_context(self.engine.forward_scope(trains))
             stack.enter_context(division.forward(self.module, trains))
+            if self._turns is not None:
+                stack.enter_context(self._turns.forward(trains))
             return self.module(*inputs, **named)
 
     def _cast(self, value: Tensor) -> Tensor:
@@ -251,10 +257,24 @@ class TrainingEngine(EngineQueries):
             )
         self.session.division.compare_loss(loss)
         scaled = self.scale(loss)
-        self.monitor.add_loss(loss, (1.0 if scale_wrt_gas else self._gas) / self._added)
+        self._note_loss(loss, (1.0 if scale_wrt_gas else self._gas) / self._added)
         with self.engine.backward_pass():
             (scaled if scale_wrt_gas else scaled * self._gas).backward(retain_graph=retain_graph)
         return loss.detach() / self._gas if scale_wrt_gas else loss.detach()
+
+    def _note_loss(self, loss: Tensor, share: float) -> None:
+        """Note a loss for monitors; of a round its mean, in the order of micro-batches. Collective then."""
+        if self._turns is None or not self.monitor.enabled:
+            self.monitor.add_loss(loss, share)
+            return
+        self._losses.append(loss.detach().reshape(()).float())
+        if self._turns.is_last:
+            first, *others = self.session.rounds.in_order(self._losses, "losses of a round")
+            self._losses = []
+            for other in others:
+                first = first + other
+            if self.global_rank == 0:
+                self.monitor.add_loss(first.to(loss.device) / (len(others) + 1), share)
 
     def _begin_backward(self) -> None:
         assert self._sharded is not None
@@ -283,10 +303,12 @@ class TrainingEngine(EngineQueries):
             )
         ends = self.is_gradient_accumulation_boundary()
         if ends:
+            if self._turns is not None:
+                self._turns.check_step("engine.step()")
             self.session.before_step()
         self._scaled = self._applied = False
-        self.micro_steps += 1
         self._pending += 1
+        self.micro_steps += self._pending % self.session.rounds.turns == 0
         if ends:
             self._step(self._sharded, self.optimizer, lr_kwargs or {})
 
@@ -299,7 +321,7 @@ class TrainingEngine(EngineQueries):
         self._norm = norm if self._norm is None else self._norm
         optimizer.zero_grad()
         self.global_steps += 1
-        self.global_samples += (self._micro or 1) * self._pending * self.data_ranks
+        self.global_samples += (self._micro or 1) * (self._pending // self.session.rounds.turns) * self.data_ranks
         self._pending = 0
         self.monitor.end_step(self.global_samples, rates, self._norm, self.loss_scale_controller)
         if self.lr_scheduler is not None and (self._applied or self._config.on_skipped_step == "advance"):
@@ -315,7 +337,9 @@ class TrainingEngine(EngineQueries):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True if the running micro-batch is the last one of a step."""
-        return self._boundary if self._boundary is not None else self._pending + 1 >= self._gas
+        return (
+            self._boundary if self._boundary is not None else self._pending + 1 >= self._gas * self.session.rounds.turns
+        )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decide ``is_gradient_accumulation_boundary`` from now on."""
@@ -357,9 +381,11 @@ class TrainingEngine(EngineQueries):
         if size is None:
             key = _BATCH[1]
             raise ConfigError.about(key, f"training_data needs a batch size: write {key} or {_BATCH[0]}.")
-        data = self.session.division.data_ranks, self.session.division.data_rank
-        sampler: DistributedSampler[Any] = DistributedSampler(dataset, *data)
-        return DataLoader(dataset, size, sampler=sampler, collate_fn=collate_fn)
+        rounds = self.session.rounds
+        number = self.session.division.data_rank if rounds.count is None else rounds.number(0)
+        sampler: DistributedSampler[Any] = DistributedSampler(dataset, self.session.data_parts, number)
+        loader = DataLoader(dataset, size, sampler=sampler, collate_fn=collate_fn)
+        return loader if rounds.count is None else cast(Any, InTurns(rounds.loader(loader), rounds.turns))
 
     def read_from(self, loader: DataLoader[Any]) -> None:
         """Make a data loader that of the training data."""

@@ -69,6 +69,7 @@ ONE = {
 
 _QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 _ONE_BIT = {"gradient_compression": {"algorithm": "1bit"}}
+_VIRTUAL = {"reproducible": {"virtual_ranks": 4}}
 _BETWEEN_NODES = {"gradient_compression": {"algorithm": "topk", "topk_ratio": 0.1, "hierarchical_compress": True}}
 
 TWO = {
@@ -82,6 +83,9 @@ TWO = {
     "ZeRO++": Run(3, {**_QUANTIZED, "zero_hpz_partition_size": 1, **_FAR}),
     "compression, stage 0": Run(0, keys=_ONE_BIT),
     "compression, stage 2": Run(2, keys=_ONE_BIT),
+    "virtual ranks, stage 0": Run(0, keys=_VIRTUAL, accumulates=True),
+    "virtual ranks, stage 3": Run(3, _FAR, _VIRTUAL, accumulates=True),
+    "virtual ranks, host, stage 2": Run(2, _offloaded("cpu", True), _VIRTUAL, accumulates=True),
     "host, stage 2": Run(2, _offloaded("cpu", "auto")),
     "host beside the next forward, stage 2": Run(2, _offloaded("cpu", True)),
     "host, stage 3": Run(3, {**_offloaded("cpu", True, "cpu"), **_FAR}),

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.random_states import RandomStates
 from lt_zero.training.lightning.data_position.inexact import inexact
 from lt_zero.training.lightning.data_position.own_state import OwnState
 from lt_zero.training.lightning.data_position.position import Feed, LoaderPosition
-from lt_zero.training.lightning.data_position.random_state import RandomStates
 from tests.support.progress_tools import (
     CASES,
     WIDTH,

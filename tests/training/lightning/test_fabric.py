@@ -23,8 +23,8 @@ from lt_zero import ConfigError, FabricZeroStrategy
 from lt_zero.checkpoint.native import rank_state
 from lt_zero.common.compat import is_compiled
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.random_states import RandomStates
 from lt_zero.training.lightning.data_position.loop import PLACE, LoopLoader
-from lt_zero.training.lightning.data_position.random_state import RandomStates
 from lt_zero.training.lightning.fabric_items import FabricItems
 from tests.support.features import needs
 from tests.support.lightning_tools import GPT, sharded_trainer, torchrun_env

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lt_zero.training.lightning.data_position.random_state import RandomStates
+from lt_zero.common.random_states import RandomStates
 from lt_zero.training.lightning.data_position.witness import Witness
 
 if TYPE_CHECKING:
@@ -53,3 +53,11 @@ class Moment(NamedTuple):
     states: RandomStates
     served: int  # batches of the epoch before it
     places: list[LoaderPlace]
+    rounds: Any = None  # random states of the micro-batches of rounds
+
+
+class Draws(NamedTuple):
+    """The random states of the process, and those of the micro-batches of rounds."""
+
+    states: RandomStates
+    rounds: Any

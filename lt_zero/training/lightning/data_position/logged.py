@@ -6,8 +6,8 @@ and schedules follow. Both belong to one rank: values are reduced over the ranks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -31,6 +31,16 @@ LARGEST = 1 << 20  # bytes of a torchmetrics.Metric that are saved: some keep al
 _NAMES = ("entries", "metrics", "shown", "lost")
 
 
+class TurnValues(Protocol):
+    """The values that micro-batches of rounds have logged, and the states of their metrics."""
+
+    def values(self, copies: bool) -> dict[str, Any]:
+        """Those of this rank; ``copies``: of what changes in place."""
+
+    def restore(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Restore those of all ranks."""
+
+
 class EpochValues(NamedTuple):
     """The values that training has logged in an epoch, before one of its batches.
 
@@ -41,18 +51,23 @@ class EpochValues(NamedTuple):
     batch: int
     entries: list[LoggedValue]
     metrics: dict[str, tuple[int, dict[str, Any]]] | None
+    turns: Any = None
 
     @classmethod
-    def now(cls, trainer: pl.Trainer, copies: bool) -> EpochValues:
-        """Take them. ``copies``: also of metrics, which change in place."""
+    def now(cls, trainer: pl.Trainer, copies: bool, turns: TurnValues | None) -> EpochValues:
+        """Take them. ``copies``: also of metrics, which change in place. ``turns``: of rounds."""
         batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-        return cls(batch.ready, logged_values(trainer), _states(trainer, in_epoch=True) if copies else None)
+        of_turns = turns.values(copies) if turns is not None else None
+        return cls(batch.ready, logged_values(trainer), _states(trainer, in_epoch=True) if copies else None, of_turns)
 
 
-def saved_values(trainer: pl.Trainer, before: EpochValues | None, in_epoch: bool, cut: bool) -> dict[str, Any]:
+def saved_values(
+    trainer: pl.Trainer, before: EpochValues | None, in_epoch: bool, cut: bool, turns: TurnValues | None
+) -> dict[str, Any]:
     """This rank's logged values as plain containers and tensors. Exchanges nothing.
 
     Args:
+        turns: of rounds, if there are any.
         before: those to save, where batches after them are repeated; None: the present ones.
         in_epoch: whether more batches of the epoch follow; else metrics that training does not log itself may have been
             read already, by a hook that a resumed run does not call.
@@ -73,7 +88,10 @@ def saved_values(trainer: pl.Trainer, before: EpochValues | None, in_epoch: bool
         else:
             metrics[name] = {"count": count, "states": map_tensors(state, on_host)}
     shown = {kind: map_tensors(dict(found), on_host) for kind, found in shown_metrics(trainer).items()}
-    return {"entries": entries, "metrics": metrics, "shown": shown, "lost": sorted(set(lost))}
+    found = {"entries": entries, "metrics": metrics, "shown": shown, "lost": sorted(set(lost))}
+    if turns is not None:
+        found["turns"] = map_tensors(before.turns if before is not None else turns.values(copies=False), on_host)
+    return found
 
 
 def restore_values(trainer: pl.Trainer, saved: dict[str, Any], same_ranks: bool) -> list[str]:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.random_states import RandomStates
 from lt_zero.training.lightning.data_position.loader_place import LoaderPlace
 from lt_zero.training.lightning.data_position.position import Feed, LoaderPosition, Make, tracked
-from lt_zero.training.lightning.data_position.random_state import RandomStates
 from lt_zero.training.lightning.data_position.resume import faults_of, place_of
 
 PLACE = "lt_zero_place"

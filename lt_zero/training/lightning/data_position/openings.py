@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
+from lt_zero.common.random_states import RandomStates
 from lt_zero.training.lightning.data_position.own_state import OwnState, opened_sampler
-from lt_zero.training.lightning.data_position.random_state import RandomStates
 
 
 class Opening(NamedTuple):

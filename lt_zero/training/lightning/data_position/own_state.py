@@ -306,6 +306,8 @@ class OwnState:
         return isinstance(dataset, IterableDataset) and path.startswith("dataset") and not own
 
     def _roots(self) -> list[tuple[str, Any]]:
+        if getattr(type(self._loader), "tells_all", False):  # a loader of rounds, by the numbers of micro-batches
+            return []
         names = [name for name in _FIRST if asked(self._loader, name) is not None]
         hidden = "_" if self._stateful else ("__", "_DataLoader", "_iterator")  # else its present pass would be found
         others = [name for name, _ in attributes_of(self._loader)]

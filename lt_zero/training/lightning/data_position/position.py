@@ -76,16 +76,24 @@ from torchmetrics import Metric
 
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.module_hooks import ProcessLocal
+from lt_zero.common.random_states import RandomStates, own_or_derived
 from lt_zero.common.users_code import warn
+from lt_zero.core.rounds import Rounds
 from lt_zero.training.lightning.data_position.attributes import asked, attributes_of, slots_of, write
 from lt_zero.training.lightning.data_position.epochs import Epochs
 from lt_zero.training.lightning.data_position.inexact import inexact
 from lt_zero.training.lightning.data_position.iteration import rest_of
-from lt_zero.training.lightning.data_position.loader_place import COUNTED, POSITION, VERSION, LoaderPlace, Moment
-from lt_zero.training.lightning.data_position.logged import EpochValues, saved_values
+from lt_zero.training.lightning.data_position.loader_place import (
+    COUNTED,
+    POSITION,
+    VERSION,
+    Draws,
+    LoaderPlace,
+    Moment,
+)
+from lt_zero.training.lightning.data_position.logged import EpochValues, TurnValues, saved_values
 from lt_zero.training.lightning.data_position.own_state import OwnState, reader_of, same_states
 from lt_zero.training.lightning.data_position.plain_values import LONGEST
-from lt_zero.training.lightning.data_position.random_state import RandomStates, own_or_derived
 from lt_zero.training.lightning.data_position.request import LoaderRequest
 from lt_zero.training.lightning.data_position.witness import Witness
 
@@ -101,17 +109,20 @@ class DataPosition:
 
     def __init__(self) -> None:
         self._over = True
+        self._rounds = Rounds()
+        self.turns: TurnValues | None = None  # of rounds
         self._reset(None)
 
     def _reset(self, trainer: pl.Trainer | None) -> None:
         self._trainer = trainer
         self._feed = Feed(self._before_batch, self._after_batch, self._after_epoch, self._count_repeated)
+        self._feed.rounds = self._rounds
         self._started = False  # whether on_train_start was called
-        self._before_validation: RandomStates | None = None  # of training, during validation
+        self._before_validation: Draws | None = None  # of training, during validation
         self._loaded: dict[str, Any] | None = None  # until training starts
         self._pending: list[LoaderPlace] | None = None  # the saved position, until it is restored
-        self._upcoming: deque[RandomStates] = deque()  # see Note [When random states are set]
-        self._ahead: RandomStates | None = None  # after batches that a resumed run has read before training starts
+        self._upcoming: deque[Draws] = deque()  # see Note [When random states are set]
+        self._ahead: Draws | None = None  # after batches that a resumed run has read before training starts
         self._new_epoch = False  # whether a resumed run goes on with an epoch that had not begun
         self._request = LoaderRequest()
         self._told: set[str] = set()  # warnings of this run
@@ -120,8 +131,20 @@ class DataPosition:
         self._has_metrics = False  # whether the module has objects of torchmetrics
         self._values: EpochValues | None = None  # logged, before the batches that a resume would repeat
         self._same_ranks = True  # whether as many ranks have saved what is loaded
+        self._of_turns: list[Any] = []  # values that rounds of the saved run have logged
 
     # ---- a run ---------------------------------------------------------------------------------------------------
+
+    def follow(self, rounds: Rounds) -> None:
+        """Look after the random states of the micro-batches of ``rounds``, too."""
+        self._rounds = self._feed.rounds = rounds
+
+    def _now(self) -> Draws:
+        return Draws(RandomStates.now(), self._rounds.now())
+
+    def _set(self, draws: Draws) -> None:
+        draws.states.apply()
+        self._rounds.set(draws.rounds)
 
     def watch(self, trainer: pl.Trainer) -> None:
         """A fit begins. Loaders may exist already, if user code has read the number of steps."""
@@ -182,10 +205,12 @@ class DataPosition:
                 units = [position.unit for position in self._feed.positions]
                 resume.scale_counters(self._trainer, state, units, self._feed.untracked)
             resume.restore_logged(self._trainer, state, self._same_ranks)
+            if self.turns is not None and self._of_turns and state["logged"] is not None:
+                self.turns.restore(self._of_turns)
         if self._upcoming:
-            self._upcoming.popleft().apply()
+            self._set(self._upcoming.popleft())
         elif self._ahead is not None:
-            self._ahead.apply()
+            self._set(self._ahead)
         self._upcoming.clear()
         self._ahead = None
         if state is not None:
@@ -201,7 +226,8 @@ class DataPosition:
         window = self._trainer.accumulate_grad_batches
         batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
         if (batches.ready - 1) % window == 0:
-            self._values = EpochValues.now(self._trainer, copies=window > 1 and self._has_metrics)
+            copies = window > 1 and self._has_metrics
+            self._values = EpochValues.now(self._trainer, copies, self.turns)
 
     def _hide_advice(self) -> None:
         """Hide, until the first batch, Lightning's warning that a loader is not resumable: here it resumes exactly."""
@@ -227,12 +253,12 @@ class DataPosition:
 
     def before_validation(self) -> None:
         if self._before_validation is None:
-            self._before_validation = RandomStates.now()
+            self._before_validation = self._now()
 
     def after_validation(self) -> None:
         if self._before_validation is not None:
             states, self._before_validation = self._before_validation, None
-            states.apply()
+            self._set(states)
 
     def finish(self) -> None:
         """The run has ended; its position can still be saved."""
@@ -250,13 +276,13 @@ class DataPosition:
         if self._pending is not None:
             self._restore_pending()
         if not self._started and self._upcoming:
-            self._upcoming.popleft().apply()
+            self._set(self._upcoming.popleft())
         assert self._trainer is not None
         self._feed.remember(first_of_window=self._feed.served % self._trainer.accumulate_grad_batches == 0)
 
     def _after_batch(self) -> None:
         if not self._started and self._loaded is not None:
-            self._ahead = RandomStates.now()
+            self._ahead = self._now()
 
     def _after_epoch(self) -> None:
         """Count epochs that had no batch: Lightning goes on with them for ever, if only steps end the run.
@@ -279,7 +305,7 @@ class DataPosition:
         """This rank's states as plain containers and tensors. Draws no random number."""
         if self._loaded is not None:
             return self._loaded  # nothing was trained since
-        now = self._before_validation or RandomStates.now()
+        now = self._before_validation or self._now()
         feed = self._feed
         consumed, repeats, ended, counted = self._consumed()
         again: list[Moment] = []  # from the first batch that a resumed run reads again
@@ -292,10 +318,13 @@ class DataPosition:
         places = [position.saved(place) for position, place in zip(feed.positions, places, strict=False)] or places
         for position in feed.positions:
             position.tell_unsaved()
-        states = [*(moment.states for moment in again), *([] if again and (repeats or open_window) else [now])]
+        draws = [Draws(moment.states, moment.rounds) for moment in again]
+        draws += [] if again and (repeats or open_window) else [now]
+        draws = draws[:2]  # one at set-up and one when training starts
         return {
             "version": VERSION,
-            "states": [state.state_dict() for state in states[:2]],  # one at set-up and one when training starts
+            "states": [draw.states.state_dict() for draw in draws],
+            "rounds": [self._rounds.packed(draw.rounds) for draw in draws],
             "consumed": consumed - open_window,
             "ended": ended,
             "counted": counted,
@@ -314,7 +343,8 @@ class DataPosition:
         if not repeats or (before is not None and before.batch != position + 1):
             before = None
         in_epoch = not ended and rest != "validation"
-        return {"rest": rest, "logged": saved_values(self._trainer, before, in_epoch, cut=counted and not ended)}
+        logged = saved_values(self._trainer, before, in_epoch, cut=counted and not ended, turns=self.turns)
+        return {"rest": rest, "logged": logged}
 
     def _consumed(self) -> tuple[int, bool, bool, bool]:
         """Batches trained on in this epoch; whether one is incomplete; whether the epoch has ended, and is counted."""
@@ -352,16 +382,26 @@ class DataPosition:
         number = rank if rank < len(states) else 0
         own = states[number]
         where = f"{POSITION}[{number}]"
-        upcoming = [
-            own_or_derived([RandomStates.of(s["states"][i], where) for s in states if i < len(s["states"])], rank)
-            for i in range(len(own["states"]))
-        ]
+        upcoming = []
+        for i in range(len(own["states"])):
+            packed = [s["states"][i] for s in states if i < len(s["states"])]
+            of_rounds = [s["rounds"][i] for s in states if i < len(s.get("rounds", ()))]
+            process = own_or_derived([RandomStates.of(state, where) for state in packed], rank)
+            upcoming.append(Draws(process, self._rounds.unpacked(of_rounds, where)))
+        for i, loader in enumerate(own["loaders"]):
+            others = [s["loaders"][i]["state"] for s in states if i < len(s["loaders"])]
+            loader["state"] = self._rounds.merged(others, loader["state"])
         requests = [s["request"]["states"] for s in states]
         asked = [RandomStates.of(request, where) for request in requests if request is not None]
         self._pending = [place_of(packed, where) for packed in own["loaders"]]
         self._upcoming = deque(upcoming)
-        self._loaded = {**own, "states": [found.state_dict() for found in upcoming]}
-        self._same_ranks = len(states) == ranks
+        self._loaded = {
+            **own,
+            "states": [draw.states.state_dict() for draw in upcoming],
+            "rounds": [self._rounds.packed(draw.rounds) for draw in upcoming],
+        }
+        self._same_ranks = len(states) == ranks or self.turns is not None
+        self._of_turns = [s["logged"]["turns"] for s in states if s["logged"] and "turns" in s["logged"]]
         assert self._trainer is not None
         loop = self._trainer.fit_loop
         correct_counters(self._trainer, own)
@@ -384,7 +424,7 @@ class DataPosition:
         assert self._pending is not None
         assert self._trainer is not None
         places, self._pending = self._pending, None
-        before = RandomStates.now()
+        before = self._now()
         counter = self._trainer.fit_loop.epoch_loop.batch_progress.current
         counted = counter.state_dict()
         for position, place in zip(self._feed.positions, places, strict=False):
@@ -392,7 +432,7 @@ class DataPosition:
                 position.tell_other_shares(place)
             position.resume(place, self._new_epoch)
         counter.load_state_dict(counted)
-        before.apply()
+        self._set(before)
 
     def _count_repeated(self, batches: int) -> None:
         """Let Lightning's counter say what it said when the pass that is read again was read first."""
@@ -919,6 +959,7 @@ class Feed:
         self._after = after
         self._at_end = at_end
         self.repeating = repeating
+        self.rounds = Rounds()  # of the run
         self._read = False  # whether the current loaders were read
         self._last = ("", -1)  # the last event, and the ID of its loader
 
@@ -957,7 +998,7 @@ class Feed:
     def remember(self, first_of_window: bool) -> None:
         """A combined batch will be read."""
         places = [position.place(first_of_window, goes_on=True) for position in self.positions]
-        self.recent.append(Moment(RandomStates.now(), self.served, places))
+        self.recent.append(Moment(RandomStates.now(), self.served, places, self.rounds.now()))
 
     def fetching(self, position: LoaderPosition) -> None:
         if self.closed:

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lt_zero.training.lightning.data_position.random_state import RandomStates
+from lt_zero.common.random_states import RandomStates
 
 
 class LoaderRequest:

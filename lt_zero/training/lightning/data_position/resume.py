@@ -10,13 +10,13 @@ import lightning.pytorch as pl
 
 from lt_zero.common.compat.of_lightning_loops import TrainingLoops
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.random_states import RandomStates
 from lt_zero.common.users_code import warn
 from lt_zero.training.lightning.data_position.iteration import RESTS, Rest
 from lt_zero.training.lightning.data_position.loader_place import COUNTED, POSITION, VERSION, LoaderPlace
 from lt_zero.training.lightning.data_position.logged import are_values, restore_values
 from lt_zero.training.lightning.data_position.openings import Opening
 from lt_zero.training.lightning.data_position.own_state import are_states
-from lt_zero.training.lightning.data_position.random_state import RandomStates
 from lt_zero.training.lightning.data_position.witness import Witness
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lt_zero.training.lightning.data_position.random_state import RandomStates
+from lt_zero.common.random_states import RandomStates
 
 _ELEMENTS = 1024  # of each tensor, at equal distances
 _ITEMS = 256  # of each list or dictionary
