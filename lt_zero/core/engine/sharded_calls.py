@@ -134,7 +134,8 @@ def _accumulated(grad: ShardedGrad, write: bool) -> Tensor:
         RuntimeError: it was used by a step.
     """
     bucket, index, shown_by = grad._owners()
-    grads, shape = bucket.grads, bucket.layout.spans[index].shape
+    grads = bucket.grads
+    shape = bucket.layout.spans[index].shape
     if grads.local is not None:
         rows = local_rows(bucket, index)
     elif not grads.accumulated:
@@ -348,7 +349,8 @@ def _norm(me: Sharded, order: float, dtype: torch.dtype | None) -> Tensor:
     bucket, index, shown_by = me._owners()
     if isinstance(me, ShardedGrad):
         return shown_by.norm((bucket, index), order).to(dtype or wide(bucket.grads.dtype))
-    kind, device = VectorNorm(order), bucket.group.device
+    kind = VectorNorm(order)
+    device = bucket.group.device
     rows: Iterator[Tensor] = iter(() if bucket.repeats(index) else me._rows(False))
     parts = combine_rows(kind.part(rows, device)[None], [bucket.holders(index)], "gradient norms", kind.takes_maximum)
     return kind.finish(parts)[0].to(dtype or wide(me.dtype))
