@@ -97,7 +97,8 @@ class Init:
         for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
             asked = {"zero_quantized_weights": zero_quantized_weights}.get(name, zero_quantized_nontrainable_weights)
             _refuse(name, None if not asked or getattr(zero, name) else True, name)
-        self._dtype, self._before = dtype, torch.float32
+        self._dtype = dtype
+        self._before = torch.float32
         self._sharder: AbstractContextManager[Any] = nullcontext()
         if enabled and zero.stage == 3:
             with joining(communication_options(made)):

@@ -33,7 +33,8 @@ class EngineSource:
     meta: Mapping[str, Any] = {}
 
     def __init__(self, engine: Engine, model: WholeModel) -> None:
-        self._engine, self._model = engine, model
+        self._engine = engine
+        self._model = model
         self.precision = engine.policy.mode
         known = {name: Spec(told.shape, told.dtype) for name, told in model.tensors.items()}
         known |= {alias: known[name] for alias, name in model.aliases.items()}

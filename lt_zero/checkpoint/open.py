@@ -68,7 +68,8 @@ def found_at(path: str | os.PathLike[str], tag: str | None = None) -> str:
     """
     path = plain_path(path)
     found = find(path)
-    whole, url = Archive.is_at(found), is_url(path)
+    whole = Archive.is_at(found)
+    url = is_url(path)
     if whole and (url or os.path.isfile(Path(path, MANIFEST))):
         return found
     if url or Path(path).is_dir():
@@ -86,7 +87,8 @@ def read_latest(folder: str | os.PathLike[str]) -> str | None:
     Raises:
         CheckpointError: the file cannot be read, or is empty.
     """
-    latest, data = inside(folder, LATEST), None
+    latest = inside(folder, LATEST)
+    data = None
     if is_url(folder):
         files = file_system(latest)
         data = bytes(files.cat_file(latest)) if files.exists(latest) else None

@@ -139,14 +139,16 @@ def _overrides(given: Mapping[str, Any]) -> list[str]:
     Raises:
         ValueError: a size of ranks contradicts the configured one.
     """
-    model, config = given.get("model"), config_of(given)
+    model = given.get("model")
+    config = config_of(given)
     if not isinstance(model, nn.Module) or config is None:
         return []
     loaded, found = _examined(config)
     made = None if isinstance(config, ZeroConfig) else loaded.config
     if made is not None and "gradient_clipping" not in plain(made):
         found.append("gradient_clipping=1.0")
-    marked, asked = leaf_modules(model), _asked_ranks(given)
+    marked = leaf_modules(model)
+    asked = _asked_ranks(given)
     made = examine(config, overrides=found).config
     if made is None:  # _initialize tells why
         return found
@@ -195,7 +197,8 @@ def _asked_ranks(given: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
     if isinstance(mpu := given.get("mpu"), SequenceState):
         found[_SEQUENCE] = mpu.size, f"register_with_transformers(sequence_parallel_size={mpu.size})"
     for argument, size in parallelism_of_accelerate().items():
-        key, call = _OF_ACCELERATE[argument], f"ParallelismConfig({argument}={size})"
+        key = _OF_ACCELERATE[argument]
+        call = f"ParallelismConfig({argument}={size})"
         if key in found and found[key][0] != size:
             raise ValueError(f"{call}, but {found[key][1]}. Make them the same.")
         found[key] = size, call
@@ -207,10 +210,12 @@ def _of_data_ranks(config: ZeroConfig, ranks: Mapping[str, int | None], mpu: Any
 
     DeepSpeed counts tensor ranks as if they saw different data, unless there is an ``mpu`` of them.
     """
-    total, tensor = config.train_batch_size, ranks[_TENSOR] or 1
+    total = config.train_batch_size
+    tensor = ranks[_TENSOR] or 1
     if total is None or tensor == 1 or total % tensor or (mpu is not None and not isinstance(mpu, SequenceState)):
         return None
-    micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    micro = config.train_micro_batch_size_per_gpu
+    steps = config.gradient_accumulation_steps
     data = rank_and_size()[1] // (tensor * (ranks[_SEQUENCE] or 1))
     return None if micro is not None and steps is not None and total == micro * steps * data else total // tensor
 

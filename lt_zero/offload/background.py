@@ -60,7 +60,8 @@ class Job:
         report: Callable[[Exception], object],
     ) -> None:
         self._step: Callable[[], object] | None = step
-        self._publish, self._report = publish, report
+        self._publish = publish
+        self._report = report
         self._stores = stores
         self._leaving: list[Store] = []
         self._ended = threading.Event()

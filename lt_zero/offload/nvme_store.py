@@ -77,7 +77,8 @@ class NvmeStore(StreamedStore):
         scratch: bool = False,
     ) -> None:
         super().__init__(numel, dtype, link)
-        self._report, self._scratch = report, scratch
+        self._report = report
+        self._scratch = scratch
         self._file = file
         self._record = record
         self._buffers = buffers
@@ -125,7 +126,8 @@ class NvmeStore(StreamedStore):
         self._wait()
         if self._at is _At.AWAY:
             self._allocate()
-        self._at, self._dirty = _At.HERE, True
+        self._at = _At.HERE
+        self._dirty = True
         self._show()
         return self.tensor
 
@@ -219,7 +221,9 @@ class NvmeFiles:
     ) -> None:
         self.folder = SwapFolder(path, rank)
         self.pool = IoPool.of(files)
-        self._numels, self.room, self.where = list(numels), room, str(self.folder.path.parent)
+        self._numels = list(numels)
+        self.room = room
+        self.where = str(self.folder.path.parent)
         self._moments = list(moments)
         self._trains = list(trains or [True] * len(numels))
         self._codec = codec
@@ -234,7 +238,8 @@ class NvmeFiles:
 
         def store(kind: str, numel: int, dtype: torch.dtype) -> Store:
             if kind.startswith(STATE) and dtype == self._moments[record].dtype:
-                name, sizes = kind, self._moment_sizes()
+                name = kind
+                sizes = self._moment_sizes()
             else:
                 sizes = [record_nbytes(n, dtype, self._codec if kind.endswith(CODES) else None) for n in self._numels]
                 name = f"{kind}-{str(dtype).removeprefix('torch.')}"
@@ -355,7 +360,8 @@ def _run(transfer: Callable[[int, Tensor], Transfer], count: int, buffers: list[
     Returns:
         The number of records that were transferred, and the bytes per second.
     """
-    start, records = time.perf_counter(), 0
+    start = time.perf_counter()
+    records = 0
     moving: list[Transfer] = []
     while records < count and (records == 0 or time.perf_counter() - start < _SECONDS):
         if len(moving) == len(buffers):

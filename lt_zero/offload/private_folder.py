@@ -184,7 +184,8 @@ def _remove_leftovers(base: Path, local: bool) -> None:
     """Remove the folders of dead processes in ``base``. See Note [Leftovers]."""
     host = ".+" if local else re.escape(_host())
     pattern = re.compile(rf"lt_zero-{host}-\d+-[0-9a-f]{{8}}({re.escape(_NEW)})?")
-    count, freed = 0, 0
+    count = 0
+    freed = 0
     try:
         names = [entry.name for entry in os.scandir(base) if entry.is_dir(follow_symlinks=False)]
     except OSError as error:

@@ -29,7 +29,9 @@ class _RecordState:
     """A record of the file, and the state of its content."""
 
     def __init__(self, index: int, offset: int, nbytes: int, blocks: int) -> None:
-        self.index, self.offset, self.nbytes = index, offset, nbytes
+        self.index = index
+        self.offset = offset
+        self.nbytes = nbytes
         self.sums = [0] * blocks  # checksums of the last write
         self.last: Transfer | None = None  # the latest request; the next one is chained behind it
         self.written = False  # a write was submitted
@@ -40,7 +42,8 @@ class _Handle:
     """The open file and its running requests. Outlives the SwapFile at exit."""
 
     def __init__(self, file: BlockFile) -> None:
-        self.file, self.pid = file, os.getpid()
+        self.file = file
+        self.pid = os.getpid()
         self.idle = threading.Condition()
         self.running = 0  # requests that have not ended
         self.closed = False  # accepts no new requests
@@ -83,7 +86,8 @@ class SwapFile:
         pool.check_process("make a file")
         if any(size < 0 for size in sizes):
             raise ValueError(f"{path}: sizes of records must not be negative, not {min(sizes)}.")
-        self.path, self._pool = path, pool
+        self.path = path
+        self._pool = pool
         self._file = BlockFile(path, retries=pool.retries)
         self._step = rounded(pool.block_size, self._file.unit)
         lengths = [rounded(size, self._file.unit) for size in sizes]
@@ -209,7 +213,8 @@ class Nowhere:
     """Stands in for a file that could not be created; every access raises the error."""
 
     def __init__(self, sizes: list[int], error: SwapError) -> None:
-        self._sizes, self._error = sizes, error
+        self._sizes = sizes
+        self._error = error
 
     def size_of(self, record: int) -> int:
         return rounded(self._sizes[record])

@@ -243,7 +243,10 @@ class LocalParts:
         elsewhere: Callable[[Parameter], bool] = lambda parameter: False,
         uneven: str = "",
     ) -> None:
-        self.first, self.ranks, self.uneven, self._elsewhere = first, ranks, uneven, elsewhere
+        self.first = first
+        self.ranks = ranks
+        self.uneven = uneven
+        self._elsewhere = elsewhere
 
     def cut(self, parameter: Parameter, value: Tensor) -> Tensor:
         return cut(parameter, value) if isinstance(parameter, DTensor) else value
@@ -314,7 +317,8 @@ def local_part(parameter: DTensor, value: DTensor) -> Tensor:
     Of a replicated parameter a gradient that is a partial sum is multiplied by the number of ranks: the engine takes
     the mean over them, which is the sum then.
     """
-    factor, placements = 1, list(value.placements)
+    factor = 1
+    placements = list(value.placements)
     for axis, (mine, its) in enumerate(zip(parameter.placements, value.placements, strict=True)):
         if isinstance(its, Partial) and isinstance(mine, Replicate):
             factor *= value.device_mesh.size(axis)
@@ -343,7 +347,8 @@ def spec_of(name: str, parameter: DTensor) -> ParamSpec:
     Raises:
         ConfigError: it is not cut into equal parts.
     """
-    offsets, sizes = [0] * parameter.dim(), list(parameter.shape)
+    offsets = [0] * parameter.dim()
+    sizes = list(parameter.shape)
     coordinate = parameter.device_mesh.get_coordinate()
     assert coordinate is not None
     for axis, placement in enumerate(parameter.placements):
@@ -369,7 +374,8 @@ def localize(module: nn.Module, meshes: Sequence[DeviceMesh]) -> list[ParamSpec]
         ConfigError: one is not cut into equal parts.
         ValueError: one is distributed over other ranks.
     """
-    specs, ranks = [], [mesh.mesh.tolist() for mesh in meshes]
+    specs = []
+    ranks = [mesh.mesh.tolist() for mesh in meshes]
     for name, parameter in module.named_parameters():
         if not isinstance(parameter, DTensor):
             continue

@@ -115,8 +115,10 @@ def _readers(module: nn.Module, source: CheckpointSource, path: str) -> dict[str
     """
     names = _names(module, source)
     found: dict[str, Callable[[], Tensor]] = {}
-    used, wrong = set[str](), list[str]()
-    missing, filled = dict[nn.Parameter, str](), dict[nn.Parameter, None]()
+    used = set[str]()
+    wrong = list[str]()
+    missing = dict[nn.Parameter, str]()
+    filled = dict[nn.Parameter, None]()
 
     def check(saved: str, value: Tensor) -> None:
         if (shape := source.weights[saved].shape) != tuple(value.shape):
@@ -129,8 +131,10 @@ def _readers(module: nn.Module, source: CheckpointSource, path: str) -> dict[str
             continue
         used.add(saved)
         check(saved, parameter)
-        found[name], filled[parameter] = partial(source.read, saved), None
-    persistent, buffers = plain_names.state_dict(module).keys(), list[tuple[nn.Module, str, Tensor, str]]()
+        found[name] = partial(source.read, saved)
+        filled[parameter] = None
+    persistent = plain_names.state_dict(module).keys()
+    buffers = list[tuple[nn.Module, str, Tensor, str]]()
     for path_, part in module.named_modules():
         for own, buffer in part.named_buffers(recurse=False):
             name = clean_name(f"{path_}.{own}".lstrip("."))

@@ -202,7 +202,8 @@ def load_weights(
     Raises:
         RuntimeError: names or shapes do not match, as in torch.
     """
-    engine, state = part.engine, part.weights
+    engine = part.engine
+    state = part.weights
     assert state is not None
     if engine is not None:
         engine.note_loaded(after_step=False)

@@ -139,7 +139,8 @@ class Archive:
             listed = own.get(key, [])
             if not isinstance(listed, list) or not all(isinstance(item, (list, tuple)) for item in listed):
                 raise ValueError(f"lt_zero.{key} is {listed!r:.100}, no list of lists")
-        tensors, aliases = self.manifest.tensors, self.aliases
+        tensors = self.manifest.tensors
+        aliases = self.aliases
         lost = [n for n in self.manifest.order if f"model.{aliases.get(n, n)}" not in tensors and n not in extra]
         if own and lost:
             raise ValueError(f"{', '.join(lost[:5])} of the manifest's `order` is not saved")

@@ -201,7 +201,8 @@ def _whole_meta(archive: Archive, weights_only: bool | None) -> dict[str, Any]:
 
     meta = dict(archive.meta)
     own = meta.get(LT_ZERO, {})
-    keys, left = own.get("keys", []), [dotted_path(path) for path in own.get("left_out", [])]
+    keys = own.get("keys", [])
+    left = [dotted_path(path) for path in own.get("left_out", [])]
     left += unknown(keys) if keys else []
     if weights_only is False:
         restore(meta, described_keys(keys, trusted=True))
@@ -236,12 +237,15 @@ def number_states(
     Raises:
         CheckpointError: the saved parameters or their groups differ from the running ones.
     """
-    groups, states = saved["param_groups"], saved["state"]
+    groups = saved["param_groups"]
+    states = saved["state"]
     every = names if every is None else every
     idle = set(frozen) - set(states)
-    running, stored = [set(group) - idle for group in every], [set(group["params"]) - idle for group in groups]
+    running = [set(group) - idle for group in every]
+    stored = [set(group["params"]) - idle for group in groups]
     if running != stored:
-        new, gone = set().union(*running) - set().union(*stored), set().union(*stored) - set().union(*running)
+        new = set().union(*running) - set().union(*stored)
+        gone = set().union(*stored) - set().union(*running)
         only = [", ".join(sorted(found)[:5]) or "none" for found in (new, gone)]
         difference = (
             f"only in the model: {only[0]}; only in the checkpoint: {only[1]}"
@@ -297,7 +301,8 @@ def fitting_state(
     _check_numbers(saved, number, remedy)
     own = parameter_names(optimizer, engine)
     if not any(isinstance(name, str) for group in saved["param_groups"] for name in group["params"]):
-        whole, numbers = list(chain.from_iterable(names.groups)), parameter_numbers(saved)
+        whole = list(chain.from_iterable(names.groups))
+        numbers = parameter_numbers(saved)
         if len(numbers) != len(whole) or len(numbers) == sum(map(len, own)):
             return saved
         saved = with_names(saved, dict(zip(numbers, whole, strict=True)).__getitem__)
@@ -508,7 +513,8 @@ def _check_numbers(saved: Mapping[str, Any], number: int, remedy: str) -> None:
 
     No option of a group is NaN. Infinity may mean "no limit", but not for rates, decays and their like.
     """
-    groups, states = saved.get("param_groups"), saved.get("state")
+    groups = saved.get("param_groups")
+    states = saved.get("state")
     for index, group in enumerate(groups if isinstance(groups, Sequence) else []):
         for key, value in group.items() if isinstance(group, Mapping) else ():
             for found in value if isinstance(value, (tuple, list)) else (value,):

@@ -39,7 +39,8 @@ from lt_zero.kernels.flat import store, wide
 
 def axis_groups(mesh: Mesh, sizes: Sequence[int], dimension: int) -> list[list[int]]:
     """The groups of ranks of all replicas that differ in one coordinate only; ``sizes``: innermost first."""
-    stride, size = math.prod(sizes[:dimension]), sizes[dimension]
+    stride = math.prod(sizes[:dimension])
+    size = sizes[dimension]
     firsts = [rank for rank in range(mesh.world) if rank % mesh.shards // stride % size == 0]
     return [list(range(first, first + stride * size, stride)) for first in firsts]
 
@@ -95,10 +96,12 @@ class Hierarchy(Gloo):
     def _gather(self, flat: Tensor, groups: Sequence[Group], staging: _Staging | None) -> None:
         """Fill the rows of ``flat``, one for each shard, dimension by dimension from the outermost."""
         shards = self._mesh.shards
-        rows, stride = flat.view(shards, -1), shards
+        rows = flat.view(shards, -1)
+        stride = shards
         for size, group in reversed(list(zip(self._sizes, groups, strict=True))):
             block, stride = stride, stride // size
-            mine, peers = self._mesh.shard_rank % stride, dist.get_process_group_ranks(group)
+            mine = self._mesh.shard_rank % stride
+            peers = dist.get_process_group_ranks(group)
             if stride == 1 and staging is not None:
                 staging.gather(rows.view(-1, size, rows.shape[1]), peers, group)
                 continue
@@ -141,7 +144,8 @@ class Hierarchy(Gloo):
         rows = flat.view(self._mesh.shards, -1)
         received = reduction.scratch
         for number, (size, group) in enumerate(zip(self._sizes, self._sums, strict=True)):
-            arena, width = self._sends, rows.shape[1]
+            arena = self._sends
+            width = rows.shape[1]
             if number == 0 and arena is not None and arena.has(flat):
                 rows = torch.empty(len(rows) // size, width, dtype=dtype)
                 # Peers' windows are read in place: the first barrier says that all have written theirs. The second one
@@ -154,7 +158,8 @@ class Hierarchy(Gloo):
             if received.numel() != rows.numel():
                 received = torch.empty_like(rows)
             blocks, parts = (t.view(-1, size * width) for t in (rows, received))
-            peers, mine = dist.get_process_group_ranks(group), dist.get_rank(group)
+            peers = dist.get_process_group_ranks(group)
+            mine = dist.get_rank(group)
             sends = [end for block in blocks for end in zip(peers, block.chunk(size), strict=True)]
             exchange(sends, [end for part in parts for end in zip(peers, part.chunk(size), strict=True)], group)
             for part, block in zip(parts, blocks, strict=True):

@@ -123,7 +123,8 @@ def _put_back_assigned(buckets: Iterable[Bucket]) -> None:
     """
     for bucket in buckets:
         for index in bucket.edits.assigned():
-            value, view = bucket.params[index].data, bucket.compute.views[index]
+            value = bucket.params[index].data
+            view = bucket.compute.views[index]
             if described(value) != described(view):
                 raise RuntimeError(
                     f"`.data` of {bucket.layout.spans[index].name!r} was assigned a tensor of {tuple(value.shape)}, "
@@ -224,11 +225,13 @@ def take_over_assigned(engine: Engine) -> None:
         RuntimeError: on all ranks, with the names of parameters that were cast, moved or reshaped on one.
     """
     names = {id(parameter): name for name, parameter in engine.root.named_parameters()}
-    assigned, changed = set[int](), list[str]()
+    assigned = set[int]()
+    changed = list[str]()
     for number, bucket in enumerate(engine.buckets):
         bucket.wait_background_step()
         for index in bucket.edits.assigned():
-            parameter, view = bucket.params[index], bucket.compute.views[index]
+            parameter = bucket.params[index]
+            view = bucket.compute.views[index]
             if described(parameter.data) == described(view):
                 assigned.add(number)
             elif id(parameter) in names:

@@ -135,7 +135,8 @@ def _accumulated(grad: ShardedGrad, write: bool) -> Tensor:
         RuntimeError: it was used by a step.
     """
     bucket, index, shown_by = grad._owners()
-    grads, shape = bucket.grads, bucket.layout.spans[index].shape
+    grads = bucket.grads
+    shape = bucket.layout.spans[index].shape
     if grads.local is not None:
         rows = local_rows(bucket, index)
     elif not grads.accumulated:

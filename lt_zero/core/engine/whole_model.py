@@ -71,7 +71,9 @@ class WholeModel:
         self._own = {name: value for name, value in tensors.items() if name not in ties}
         told = list(self.state), {name: self._tell(value) for name, value in self._own.items()}, ties
         every = [told] if engine.everywhere else self._of_firsts(told, ([], {}, {}), "names of the model")
-        self._holders, self.tensors, self.aliases = dict[str, int](), dict[str, Told](), dict[str, str]()
+        self._holders = dict[str, int]()
+        self.tensors = dict[str, Told]()
+        self.aliases = dict[str, str]()
         for rank, (_, theirs, tied) in enumerate(every):
             new = {name: found for name, found in theirs.items() if name not in self._holders}
             self.tensors |= new
@@ -117,7 +119,9 @@ class WholeModel:
         Raises:
             RuntimeError: on all ranks, if those that have the tensor failed to gather it.
         """
-        told, holder, world = self.tensors[name], self._holders[name], self._engine.world
+        told = self.tensors[name]
+        holder = self._holders[name]
+        world = self._engine.world
         if self.is_here(name):
             return self._value(name) if world.rank == 0 else None
         asked = holder, told.bucket

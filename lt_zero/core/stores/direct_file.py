@@ -155,7 +155,9 @@ class BlockFile:
         name: Path | None = None,
         retries: int = 5,
     ) -> None:
-        self.path, self._kind, self._retries = name or path, kind, retries
+        self.path = name or path
+        self._kind = kind
+        self._retries = retries
         self._place = path
         self.unit = max(BLOCK, logical_block(path.parent))
         self.direct = False

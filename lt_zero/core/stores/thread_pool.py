@@ -99,7 +99,8 @@ class Transfer:
         with self._lock:
             self._error = self._error or error
             self._left -= 1
-            last, following = self._left == 0, self._handed_out
+            last = self._left == 0
+            following = self._handed_out
             if following < self._count:
                 self._handed_out += 1
         if following < self._count:

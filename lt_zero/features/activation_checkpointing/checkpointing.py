@@ -202,7 +202,8 @@ class Checkpointing:
         self.store = store
         self.selective = block.mode == "selective"
         self.around: Around = around or (lambda name, recompute: nullcontext())
-        self.caches, self.found = Caches(warns), find_modules(root, block)
+        self.caches = Caches(warns)
+        self.found = find_modules(root, block)
         self.boundary: Boundary | None = None
         self.meter = meter
         self.where = ""  # saved inputs are stored
@@ -222,7 +223,8 @@ class Checkpointing:
     def follow(self, recomputed: Collection[str]) -> None:
         """Recompute only the modules of these names from the next forward on, and measure no more."""
         for forward in self._forwards:
-            forward.recomputes, forward.meter = forward.name in recomputed, None
+            forward.recomputes = forward.name in recomputed
+            forward.meter = None
 
     def remove(self) -> None:
         """Restore the original forward of all modules, and free the stored inputs of an engine. Idempotent."""
@@ -249,7 +251,8 @@ class _Checkpointed:
         self._store = how.store
         self.around = how.around
         self._caches = how.caches
-        self.meter, self.recomputes = how.meter, True
+        self.meter = how.meter
+        self.recomputes = True
         self.state = ForwardState(module)
         self._replaced = vars(module).get("forward")  # an instance attribute, as torch.compile sets one
         vars(module)["forward"] = self
@@ -276,7 +279,8 @@ class _Checkpointed:
         run = _Run(self, args, kwargs)
         if not any(tensor.requires_grad for tensor in chain(run.tensors, self._module.parameters())):
             return self.__wrapped__(*args, **kwargs)  # frozen layers before the first trainable one
-        contexts, store = selective.contexts if self._selective else noop_context_fn, self._store
+        contexts = selective.contexts if self._selective else noop_context_fn
+        store = self._store
         # From here on only autograd holds the tensors, or in their place what the store has made of them.
         tensors = run.begin()
         with ExitStack() as stack:
@@ -304,7 +308,8 @@ class _Run:
 
     def __init__(self, forward: _Checkpointed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # The meter of its forward: a choice may be made before its backward.
-        self._forward, self._meter = forward, forward.meter
+        self._forward = forward
+        self._meter = forward.meter
         # Keep the caller's own containers: forward may write to them.
         self._first = [(args, kwargs)]
         self.tensors: list[Tensor] = []
@@ -410,7 +415,8 @@ def install(engine: Engine, config: Schema) -> Checkpointing | Attendance | None
     block = of_all_ranks(engine.root, config.activation_checkpointing, engine.groups[0])
     if block.mode == "none" or not engine.buckets:  # without parameters nothing trains
         return _attend(engine, block)
-    count, device = len(find_modules(engine.root, block).chosen), engine.buckets[0].compute.flat.device
+    count = len(find_modules(engine.root, block).chosen)
+    device = engine.buckets[0].compute.flat.device
     ranks = engine.parts.ranks
     assert ranks is None or isinstance(ranks, PartRanks)
     opening = world.agree("opening the folder for saved inputs", SwapError) if block.nvme_path else nullcontext()
@@ -427,7 +433,8 @@ def install(engine: Engine, config: Schema) -> Checkpointing | Attendance | None
         made.boundary = boundary
         hooks: list[tuple[list[Any], Callable[[], object]]] = []
         if meter is not None and block.memory_budget is not None:
-            names, aside = tuple(name for name, _ in made.found.chosen), store is not None
+            names = tuple(name for name, _ in made.found.chosen)
+            aside = store is not None
             choose = partial(_choose, made, world.rank == 0)
             hooks.append((engine.after_step, _trial(engine, block.memory_budget, meter, names, aside, choose).end_step))
         if boundary is not None:

@@ -76,7 +76,8 @@ class Storage:
         # Copies within the device's memory are in line with compute: on another stream they would only keep their
         # sources alive for longer.
         where, late = (device, device.type == "cpu") if apart else (_CPU, False)
-        self.to_buffer, self.to_device = CopyStream(where, late), CopyStream(where, late)
+        self.to_buffer = CopyStream(where, late)
+        self.to_device = CopyStream(where, late)
         self._leaving: deque[StoredActivation] = deque()
 
     @property
@@ -158,7 +159,8 @@ class StoredActivation:
         loan = self._take()
         self._copied = storage.to_buffer.copy(loan.tensor[: self.nbytes], source)
         self._source = None if self._copied is DONE else source
-        self._version, self._changed = version_of(source), 0
+        self._version = version_of(source)
+        self._changed = 0
         self._target: Tensor | None = None  # on the device
         self._coming: CopyEvent = DONE  # the copy to the target
         self._read: FollowingTransfer | None = None
@@ -195,7 +197,8 @@ class StoredActivation:
             self._copied.wait()
         if self._source is not None:
             self._changed = version_of(self._source) - self._version
-        self._source, self._copied = None, DONE
+        self._source = None
+        self._copied = DONE
 
     def wait_left(self, host: bool = False) -> None:
         """Wait until the activation has left: for the copy, as ``host`` says, and for a write, on the host.

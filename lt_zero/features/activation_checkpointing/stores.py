@@ -78,7 +78,9 @@ def geometry_of(tensor: Tensor) -> Geometry | None:
     """The layout of ``tensor``; None if it is empty, or if elements overlap in another way than by ``expand``."""
     if tensor.numel() == 0:
         return None
-    span, sides, steps = 1, deque[int](), deque[int]()
+    span = 1
+    sides = deque[int]()
+    steps = deque[int]()
     pairs = zip(tensor.stride(), tensor.shape, strict=True)
     for step, side in sorted((step, side) for step, side in pairs if side > 1 and step > 0):
         if step < span:
@@ -151,7 +153,8 @@ class SavedElements:
 
     def __init__(self, stored: SavedBytes, before: weakref.ref[SavedElements] | None, gone: deque[SavedBytes]) -> None:
         self.stored: SavedBytes | None = stored
-        self.before, self.shared = before, False
+        self.before = before
+        self.shared = False
         self.common: Tensor | None = None  # the copy on the device, if the entry is shared
         self._gone = gone
 
@@ -180,7 +183,8 @@ class ActivationStore:
     """
 
     def __init__(self, storage: Storage, device: torch.device, least: int | None = None) -> None:
-        self.storage, self.device = storage, accelerator.with_index(device)
+        self.storage = storage
+        self.device = accelerator.with_index(device)
         self._least = _MIN_BYTES if least is None else least
         # Tensors with the same elements share one copy on the device, if another one costs more than memory.
         self._shares_copies = not storage.is_at_hand

@@ -90,7 +90,8 @@ class OffloadManager(SteppingOffload):
             return ""
         read = written = 0  # bytes of this rank per optimizer step with one backward, clipping included
         for bucket in buckets:
-            numel, weights = bucket.compute.shard.numel(), bucket.weights
+            numel = bucket.compute.shard.numel()
+            weights = bucket.weights
             kept = numel * (weights.master_dtype.itemsize + bucket.storage.moments.bytes_per_element * states)
             if bucket.streamed:
                 grads = numel * bucket.grads.dtype.itemsize
@@ -98,7 +99,8 @@ class OffloadManager(SteppingOffload):
             if bucket.sharding.params and weights.gather_source.streamed:
                 read += 2 * numel * weights.gather_source.dtype.itemsize  # in forward and in backward
                 written += numel * bucket.dtype.itemsize if bucket.streamed and weights.copy is not NO_COPY else 0
-        world, mine = buckets[0].group.world, Speed(1.0, 1.0)
+        world = buckets[0].group.world
+        mine = Speed(1.0, 1.0)
         with world.agree("measuring the disk", SwapError), progress_bar(f"Measuring the speed of {tier.where}"):
             mine = tier.speed(min(_PROBE, max(1 << 20, read)))
         speeds = world.host_gather(tuple(mine), "the speed of the disk")
@@ -156,7 +158,8 @@ def open_offload(
     pin = accelerator.is_accelerator(device) and options.pin_memory
     if manager.has_files:
         return_large_blocks()
-        numels, moments = [b.compute.shard.numel() for b in buckets], [b.storage.moments for b in buckets]
+        numels = [b.compute.shard.numel() for b in buckets]
+        moments = [b.storage.moments for b in buckets]
         codec = next(filter(None, (b.storage.codecs.rests for b in buckets)), None)
         files = (world.rank, options.files, numels, moments, [b.storage.trains for b in buckets], codec)
         with (

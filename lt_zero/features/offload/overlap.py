@@ -181,7 +181,8 @@ class Overlap(BackgroundSteps):
 
     def _landed(self, bucket: Bucket) -> bool:
         """Called when the gradients of ``bucket`` are reduced; returns whether it is stepped now."""
-        step, fused = self._steps.get(bucket), self._fused
+        step = self._steps.get(bucket)
+        fused = self._fused
         if (
             step is None
             or not step.members
@@ -263,7 +264,8 @@ class Overlap(BackgroundSteps):
         taken = fused.takes(b for b in plan.used if b.offloaded and fused.steps_alone(b))
         plans: dict[Bucket, list[Part] | None] = {}
         for bucket, indices in plan.used.items():
-            steady, self._steady[bucket] = self._steady.get(bucket) == indices, indices
+            steady = self._steady.get(bucket) == indices
+            self._steady[bucket] = indices
             if steady and bucket in taken:
                 plans[bucket] = None if bucket in early else fused.plan(plan.steps[bucket])
         return plans
@@ -304,7 +306,8 @@ class Overlap(BackgroundSteps):
                 for index in bucket.grads.valid:
                     bucket.params[index].grad = None
                 bucket.grads.clear(set(bucket.grads.valid))
-        self.early, self.late = set(), set()
+        self.early = set()
+        self.late = set()
 
     @override
     def forget_states(self) -> None:

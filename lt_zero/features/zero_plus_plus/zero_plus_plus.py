@@ -99,7 +99,8 @@ class ZeroPlusPlusGather(GatherStrategy):
         rounds = self._kept_rounded if serves else codec is not None
         plain = rounds and exact
         self.rounded = rounds and not exact
-        self._serves, self._codec = serves and not plain, None if plain else codec
+        self._serves = serves and not plain
+        self._codec = None if plain else codec
         self._keeps = self._secondary > 1 and not (serves or plain)
         if self._keeps:
             self._kept_rounded = codec is not None

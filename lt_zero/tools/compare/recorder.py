@@ -37,7 +37,10 @@ from lt_zero.core.engine.full_values import full_parameters, gather_own, joined
 
 RECORD = "LT_ZERO_RECORD"  # in the environment: the folder of the record
 VERSION = 2
-INPUT, OUTPUT, GRADIENT, WEIGHT = "input", "output", "gradient", "weight"
+INPUT = "input"
+OUTPUT = "output"
+GRADIENT = "gradient"
+WEIGHT = "weight"
 _SIGNS = 8  # vectors
 _SAME = 0.02  # products of the same tensor differ less, relative to its norm: of two 16-bit roundings
 _CHUNK = 1 << 18  # elements whose signs are drawn at once
@@ -70,7 +73,8 @@ class Fingerprint:
         matrix = value.detach().reshape(rows, -1)
         matrix = matrix if matrix.is_floating_point() else matrix.double()
         squares = float(torch.linalg.vector_norm(matrix, dtype=torch.float64)) ** 2
-        row, products = matrix.sum(0, dtype=torch.float64), [0.0] * _SIGNS
+        row = matrix.sum(0, dtype=torch.float64)
+        products = [0.0] * _SIGNS
         for lo in range(0, row.numel(), _CHUNK):
             part = row[lo : lo + _CHUNK]
             found = (signs(lo, part.numel()).to(part.device, part.dtype) @ part).tolist()
@@ -100,7 +104,8 @@ class Fingerprint:
         """The fingerprint of a tensor with these two parts. Numbers are means of samples: the mean of both counts."""
         if self.numel == other.numel == 1 and self.rows == other.rows:
             return self.plus(other)
-        numel, largest = self.rows * self.numel + other.rows * other.numel, max(self.largest, other.largest)
+        numel = self.rows * self.numel + other.rows * other.numel
+        largest = max(self.largest, other.largest)
         return Fingerprint(self.dtype, 1, numel, self.squares + other.squares, largest, [])
 
 
@@ -137,8 +142,10 @@ class Recorder:
     """
 
     def __init__(self, engine: Engine, path: Path, config: ZeroConfig, together: int) -> None:
-        self._engine, self._path = weakref.ref(engine), path
-        self._together, self._stages = together, config.pipeline.ranks
+        self._engine = weakref.ref(engine)
+        self._path = path
+        self._together = together
+        self._stages = config.pipeline.ranks
         self._compute = engine.policy.compute or torch.float32
         self._found: _Found = {}
         self._step = 0  # that is running; 0: none has begun
@@ -250,11 +257,13 @@ class Recorder:
         stage_of: dict[tuple[str, str], int] = {}
         of_ranks = engine.world.host_gather(found, f"the record of step {step}")
         for lo in range(0, len(of_ranks), self._together):
-            same, stage = of_ranks[lo : lo + self._together], lo * self._stages // len(of_ranks)
+            same = of_ranks[lo : lo + self._together]
+            stage = lo * self._stages // len(of_ranks)
             for key in dict.fromkeys(key for of_rank in same for key in of_rank):
                 made = of_one([of_rank[key] for of_rank in same if key in of_rank])
                 if key not in merged:
-                    merged[key], stage_of[key] = made, stage
+                    merged[key] = made
+                    stage_of[key] = stage
                 elif key[0] in (INPUT, OUTPUT) and stage_of[key] == stage:  # other stages see the same data again
                     merged[key] = merged[key].plus(made)
         if engine.world.rank == 0 and self._works:

@@ -118,7 +118,8 @@ class CheckpointLoads:
 
     def select(self, run: RunSnapshot, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Remove the parts that the ``checkpoint`` block says not to restore."""
-        how, trainer = run.config.checkpoint, run.trainer
+        how = run.config.checkpoint
+        trainer = run.trainer
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
         if how.load_module_only:
@@ -181,7 +182,8 @@ class CheckpointLoads:
         states = checkpoint["optimizer_states"]
         if self._renamed:
             states = [with_names(state, lambda name: self._renamed.get(name) or name) for state in states]
-        engine, how = run.engine, run.config.checkpoint
+        engine = run.engine
+        how = run.config.checkpoint
         part = ModuleContents(engine.root, engine)
         if states or (how.load_optimizer_states and not how.load_module_only):
             if len(states) != len(run.optimizers):  # on all ranks: their checkpoints and optimizers are compared

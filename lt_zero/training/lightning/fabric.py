@@ -366,7 +366,8 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, unless the gradients overflowed; clipped to ``gradient_clipping``. Returns the closure's result."""
-        output, closure = None, kwargs.pop("closure", None)
+        output = None
+        closure = kwargs.pop("closure", None)
         if closure is None and self._turns is not None:
             self._turns.check_step("optimizer.step()")
         self.session.before_step()
@@ -376,7 +377,8 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
                 output = closure()
             if self._turns is not None:
                 self._turns.check_step("optimizer.step()")
-        sharded, limit = self._sharded(optimizer), float(self.config.gradient_clipping or 0.0)
+        sharded = self._sharded(optimizer)
+        limit = float(self.config.gradient_clipping or 0.0)
         self.session.step(sharded, limit, partial(optimizer.step, **kwargs))
         self.session.end_step(sharded)
         return output
@@ -395,7 +397,8 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         Raises:
             RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
         """
-        controller, sharded = self.precision.loss_scale_controller, self._sharded(optimizer)
+        controller = self.precision.loss_scale_controller
+        sharded = self._sharded(optimizer)
         found = controller.clip_norm(sharded, float(max_norm), float(norm_type))
         if controller.skip:
             return torch.tensor(float("inf")) if controller.norm is None else controller.norm

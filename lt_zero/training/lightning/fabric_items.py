@@ -101,14 +101,16 @@ class Opened:
 def open_directory(source: CheckpointSource, weights_only: bool | None) -> Opened:
     """Content of a directory; if Fabric did not write it, the module is ``model``."""
     found = as_lightning(source, weights_only)
-    states, frozen = found.get("optimizer_states", []), found.get(LT_ZERO, {}).get("frozen_left_out", [])
+    states = found.get("optimizer_states", [])
+    frozen = found.get(LT_ZERO, {}).get("frozen_left_out", [])
     names = ["optimizer"] if len(states) == 1 else [f"optimizer_{number}" for number in range(len(states))]
     here = dict(entries_of(found, FABRIC))
     foreign = not here
     if foreign:
         here = {"modules": {"model": ""}, "optimizers": dict.fromkeys(names, ""), "rest": {}}
         here["stepped"] = names if has_stepped(found) else []
-    saved, left_out = dict(here["rest"]), {}
+    saved = dict(here["rest"])
+    left_out = {}
     for key, prefix in here["modules"].items():
         whole = found["state_dict"].items()
         saved[key] = {name.removeprefix(prefix): value for name, value in whole if name.startswith(prefix)}
@@ -154,7 +156,8 @@ class FabricItems:
         frozen = {key: self.frozen(module) for key, module in modules.items()}
         own = {key: whole_weights(module.engine, "Fabric.save", frozen[key]) for key, module in modules.items()}
         own |= {key: optimizer_state(o) for key, o in state.items() if isinstance(o, Optimizer)}
-        parts, plugin = self._parts(state, kept, own), self.checkpoint_io
+        parts = self._parts(state, kept, own)
+        plugin = self.checkpoint_io
         found = beside(self._prefixes(state), sharded=False)
         if found.pop(RANK_BUFFERS, None) is not None and self.world.rank == 0:
             log.warning("checkpoint.format: full keeps rank 0's buffers only, and other ranks have others.")

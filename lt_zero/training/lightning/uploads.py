@@ -131,7 +131,8 @@ class DirectoryUploads:
     """
 
     def __init__(self, held: LoggedCheckpoints, upload: Callable[[Listed], None], saver: Saver) -> None:
-        self._held, self._upload_one = held, upload
+        self._held = held
+        self._upload_one = upload
         self._saver: Saver | None = saver
 
     def __getstate__(self) -> dict[str, Any]:
@@ -167,7 +168,8 @@ def _directories(callback: Any) -> list[Listed]:
         scores[callback.best_model_path] = callback.best_model_score
     scores |= getattr(callback, "best_k_models", {})
     shown = {name: getattr(callback, name) for name in _SHOWN if hasattr(callback, name)}
-    kind, step = callback.__class__.__name__, getattr(callback, "_last_global_step_saved", None)
+    kind = callback.__class__.__name__
+    step = getattr(callback, "_last_global_step_saved", None)
     best = getattr(callback, "best_model_path", "")
     return [
         Listed(path, score.item() if isinstance(score, Tensor) else score, path == best, kind, shown, step)
@@ -203,7 +205,8 @@ def _to_wandb(logger: Any, found: Listed) -> None:
 def _to_mlflow(logger: Any, found: Listed) -> None:
     path = Path(found.path)
     metadata = {"score": found.score, "original_filename": path.name, "Checkpoint": found.shown}
-    client, run = logger.experiment, logger.run_id
+    client = logger.experiment
+    run = logger.run_id
     client.log_artifacts(run, found.path, f"{path.stem}/{path.name}")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "metadata.yaml").write_text(yaml.dump(metadata, default_flow_style=False))
@@ -214,5 +217,6 @@ def _to_mlflow(logger: Any, found: Listed) -> None:
 def _to_lightning(logger: Any, found: Listed) -> None:
     from litlogger import Model
 
-    held, experiment = LoggedCheckpoints(logger), logger.experiment
+    held = LoggedCheckpoints(logger)
+    experiment = logger.experiment
     experiment[held.name(experiment.name)] = Model(found.path, version=held.version(found.step))

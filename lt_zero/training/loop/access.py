@@ -240,7 +240,8 @@ def set_local_state(parameter: Parameter, value: Tensor | None, key: str) -> Non
     engine, bucket, piece = _piece(parameter)
     if piece is None:
         return
-    index, state = engine.owner[id(parameter)][1], _optimizer_of(engine, parameter).optimizer.state.get(parameter, {})
+    index = engine.owner[id(parameter)][1]
+    state = _optimizer_of(engine, parameter).optimizer.state.get(parameter, {})
     if not _is_elementwise(bucket, piece, state.get(key)):
         raise KeyError(f"{_name(bucket, index)!r} has no element-wise state {key!r}. Call it after the first step.")
     if (stored := bucket.states.by_key.get(key)) is not None:

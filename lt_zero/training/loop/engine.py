@@ -89,7 +89,8 @@ class TrainingEngine(EngineQueries):
         placed = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
         wanted = accelerator.default_device(own_gpu(local)) if accelerator.is_available() else placed
         accelerator.make_current(wanted)
-        self.device, self.local_rank = wanted, local
+        self.device = wanted
+        self.local_rank = local
         check_face(config, Face.LOOP)
         policy = dtype_policy(config, resolve_mode(config, "32-true"))
         self.loss_scale_controller = loss_scale_controller(config, policy)
@@ -99,7 +100,8 @@ class TrainingEngine(EngineQueries):
         self.world = self.session.world
         self.session.compare_model(model)  # "auto" depends on it
         config = with_sizes(config, model, (), partial(self.session.division.peers.ask_all, name="sizes of the model"))
-        self.global_rank, self.world_size = self.world.rank, self.world.size
+        self.global_rank = self.world.rank
+        self.world_size = self.world.size
         self.data_ranks = self.session.data_parts
         self._micro, self._gas = _batch_sizes(config, self.data_ranks)
         if config.pipeline.ranks > 1:  # may follow from two batch sizes
@@ -122,7 +124,8 @@ class TrainingEngine(EngineQueries):
         self._boundary: bool | None = None  # set_gradient_accumulation_boundary
         self._quiet = False  # inside no_sync
         self._scaled = False  # a loss of this micro-batch was scaled
-        self._applied, self._skipped_before = False, 0
+        self._applied = False
+        self._skipped_before = 0
         self._norm: Tensor | None = None
         self.tracks_norm = False
 
@@ -132,7 +135,8 @@ class TrainingEngine(EngineQueries):
         if parameters is not None and (isinstance(parameters, str) or not isinstance(parameters, Iterable)):
             remedy = "pass parameters or parameter groups, such as model.parameters()"
             raise wrong("lt_zero.initialize(model_parameters=...)", parameters, remedy)
-        block, wanted = self._config.optimizer, list(parameters) if parameters is not None else None
+        block = self._config.optimizer
+        wanted = list(parameters) if parameters is not None else None
         expects = "pass a torch.optim.Optimizer, or a function that makes one of the parameters"
         if optimizer is not None and not callable(optimizer):
             expect(optimizer, Optimizer, "lt_zero.initialize(optimizer=...)", expects)
@@ -148,11 +152,13 @@ class TrainingEngine(EngineQueries):
         elif optimizer is None and block is not None:
             of_ranks = partial(self.session.division.peers.ask_all, name="parameters to train")
             optimizer = configured_optimizer(block, self.module, wanted, of_ranks)
-        given, copies = [optimizer] if optimizer is not None else [], self._config.checkpoint.async_save
+        given = [optimizer] if optimizer is not None else []
+        copies = self._config.checkpoint.async_save
         self.session.add_optimizers(self.engine, given, accumulates=self._gas > 1, saves=copies)
         if optimizer is None:
             return
-        self.optimizer, self._sharded = optimizer, ShardedOptimizer.of(optimizer)
+        self.optimizer = optimizer
+        self._sharded = ShardedOptimizer.of(optimizer)
         self._tell_of_two("optimizer", block is not None and given_one, "the argument is used")
         self.monitor.measure(self.engine, self._gas, self._micro or 1, lambda: self.session.loss_scale.scale)
         self.engine.before_backward.append(self._begin_backward)
@@ -214,7 +220,8 @@ class TrainingEngine(EngineQueries):
     @never_a_graph
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the module; inputs are cast to the compute dtype where ``fp16.auto_cast`` says so."""
-        policy, trains = self.engine.policy, self.module.training and torch.is_grad_enabled()
+        policy = self.engine.policy
+        trains = self.module.training and torch.is_grad_enabled()
         if policy.cast_inputs and policy.compute is not None:
             args, kwargs = (map_tensors(given, self._cast) for given in (args, kwargs))
         if trains and self._sharded is not None:
@@ -313,7 +320,8 @@ class TrainingEngine(EngineQueries):
             self._step(self._sharded, self.optimizer, lr_kwargs or {})
 
     def _step(self, sharded: ShardedOptimizer, optimizer: Optimizer, lr_kwargs: Mapping[str, Any]) -> None:
-        limit, self._skipped_before = self.gradient_clipping(), self.skipped_steps
+        limit = self.gradient_clipping()
+        self._skipped_before = self.skipped_steps
         self.monitor.begin_step(self.global_samples, self.loss_scale_controller)
         rates = self.get_lr()
         norm = self._own_norm(sharded) if self.tracks_norm and limit == 0 else None
@@ -520,7 +528,8 @@ class TrainingEngine(EngineQueries):
             return None, {}
         path = inside(load_dir, named)
         saved = load_same(world, path, partial(opened_source, path, as_lightning, world.rank == 0))
-        own, how = entries_of(saved, LOOP), self._config.checkpoint
+        own = entries_of(saved, LOOP)
+        how = self._config.checkpoint
         goes_on = not (load_module_only or how.load_module_only)
         with_states = goes_on and load_optimizer_states and how.load_optimizer_states
         with_schedule = goes_on and load_lr_scheduler_states and how.load_lr_scheduler_states
@@ -541,7 +550,8 @@ class TrainingEngine(EngineQueries):
         )
         restore(contents, world, self.loss_scale_controller)
         self.zero_grad()  # of other weights
-        self._pending, self._scaled = 0, False
+        self._pending = 0
+        self._scaled = False
         if goes_on:
             self.global_steps = int(own.get("global_steps", saved.get("global_step", 0)))
             self.micro_steps = int(own.get("micro_steps", self.global_steps * self._gas))
