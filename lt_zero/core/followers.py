@@ -88,11 +88,7 @@ class Figure(ABC):
 
     @abstractmethod
     def read(self) -> float | None:
-        """The number; None while it is unknown. Collective.
-
-        It may wait for the device, so monitors call it for the steps that they show: those of a Trainer for its lines,
-        those of a loop for each step.
-        """
+        """The number; None while it is unknown. It may wait for the device. Collective."""
 
     @abstractmethod
     def end(self) -> None:

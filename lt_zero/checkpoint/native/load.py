@@ -291,8 +291,8 @@ def fitting_state(
             of its groups or a counter of steps is not finite.
     """
     check_form(saved, f"What the checkpoint has for optimizer {number}")
-    if not saved:
-        return saved
+    if not isinstance(saved, Mapping) or not saved:
+        return {}
     _check_numbers(saved, number, remedy)
     own = parameter_names(optimizer, engine)
     if not any(isinstance(name, str) for group in saved["param_groups"] for name in group["params"]):
@@ -518,10 +518,7 @@ def _check_numbers(saved: Mapping[str, Any], number: int, remedy: str) -> None:
 
 
 def _refuse_broken(value: Any, finite: bool, what: str, remedy: str, path: str = "The checkpoint") -> None:
-    """Raise CheckpointError if a number is NaN, or infinite and it has to be ``finite``; others may be anything.
-
-    ``path``: of the checkpoint, with which the message begins.
-    """
+    """Raise CheckpointError, which begins with ``path``, if a number is NaN, or infinite and has to be ``finite``."""
     if isinstance(value, Tensor) and not isinstance(value, LazyTensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, float) and (math.isnan(value) or (finite and math.isinf(value))):

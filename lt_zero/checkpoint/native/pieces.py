@@ -19,7 +19,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lt_zero.common import plain_names
-from lt_zero.common.errors import CheckpointError
 from lt_zero.common.moment_form import PlainMoments
 from lt_zero.common.names import merged
 from lt_zero.core.engine.averaged_weights import average_of
@@ -166,46 +165,24 @@ def _row(stored: Store | None, value: Tensor) -> Tensor:
     return value.detach().reshape(-1)
 
 
-def check_form(state: Any, what: str) -> None:
-    """Check that a state is one of an optimizer, as torch's ``state_dict`` returns it; {} is none, and passes.
+def check_form(state: Any, what: str, count: int | None = None) -> None:
+    """Raise CheckpointError if a state is neither as torch's ``state_dict`` returns it nor {}.
 
-    The user's hooks may have changed it. Keys of parameters are not compared with any.
-
-    Args:
-        state: of anything.
-        what: the beginning of messages, as "What the checkpoint has for optimizer 0".
-
-    Raises:
-        CheckpointError: it is no such state.
+    ``what``: the beginning of messages; ``count``: of the parameters, if keys are their numbers.
     """
-    if (problem := _problem_of(state)) is not None:
-        raise CheckpointError(
-            f"{what} is no state of one: check the keys. {problem}. If a hook changes it (on_save_checkpoint, "
-            "on_load_checkpoint, or one of the optimizer's state_dict), let it keep `state` and `param_groups` as "
-            "torch's `Optimizer.state_dict` returns them."
-        )
+    if isinstance(state, Mapping) and not state:
+        return
+    groups, states = (state.get("param_groups"), state.get("state")) if isinstance(state, Mapping) else (None, None)
+    if isinstance(groups, (list, tuple)) and isinstance(states, Mapping):
+        lists = [group.get("params") if isinstance(group, Mapping) else None for group in groups]
+        sound = all(isinstance(each, (list, tuple)) for each in lists)
+        if sound and all(isinstance(entries, Mapping) for entries in states.values()):
+            numbers = parameter_numbers(state)
+            if count is None or (len(numbers) == count and states.keys() <= set(numbers)):
+                return
+    from lt_zero.checkpoint.native.state_form import broken
 
-
-def _problem_of(state: Any) -> str | None:
-    """What is wrong with the form of an optimizer's state, as a sentence."""
-    if not isinstance(state, Mapping):
-        return f"It is a {type(state).__name__}"
-    if not state:  # Lightning's mock optimizer
-        return None
-    if missing := [key for key in ("state", "param_groups") if key not in state]:
-        return f"It has no {missing[0]!r}"
-    groups, states = state["param_groups"], state["state"]
-    if not isinstance(groups, (list, tuple)):
-        return f"Its param_groups are a {type(groups).__name__}"
-    for index, group in enumerate(groups):
-        if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
-            return f"param_groups[{index}] has no list 'params'"
-    if not isinstance(states, Mapping):
-        return f"Its state is a {type(states).__name__}"
-    for name, entries in states.items():
-        if not isinstance(entries, Mapping):
-            return f"The state of {name!r} is a {type(entries).__name__}"
-    return None
+    raise broken(state, what, count)
 
 
 def packed_states(sharded: ShardedOptimizer) -> tuple[dict[str, Any], dict[int, int]]:
@@ -217,16 +194,10 @@ def packed_states(sharded: ShardedOptimizer) -> tuple[dict[str, Any], dict[int, 
     optimizer, parameters = sharded.optimizer, sharded.parameters()
     with sharded.by_bucket():
         packed = optimizer.state_dict()
-    what = f"What state_dict of {type(optimizer).__name__} returns"
     # A hook may have dropped the states: those of the engine's parameters are not read from there.
-    check_form({"state": {}, **packed} if isinstance(packed, Mapping) else packed, what)
-    found = parameter_numbers(packed)
-    if len(found) != len(parameters):
-        raise CheckpointError(
-            f"{what} has {len(found)} parameters, and the optimizer has {len(parameters)}. If a hook of its state_dict "
-            "changes it, let it keep the `params` of its groups."
-        )
-    numbers = {id(p): n for n, p in zip(found, parameters, strict=True)}
+    form = {"state": {}, **packed} if isinstance(packed, Mapping) else packed
+    check_form(form, f"What state_dict of {type(optimizer).__name__} returns", len(parameters))
+    numbers = {id(p): n for n, p in zip(parameter_numbers(packed), parameters, strict=True)}
     foreign = (p for p in parameters if id(p) not in sharded.engine.owner and p in optimizer.state)
     return {**packed, "state": {numbers[id(p)]: optimizer.state[p] for p in foreign}}, numbers
 

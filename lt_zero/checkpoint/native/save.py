@@ -180,17 +180,10 @@ def _take_optimizer(
     made: Bundle, number: int, state: Any, groups: Sequence[Sequence[str]], keeps: bool
 ) -> dict[str, Any]:
     """Move the fragments of an optimizer's state dict to the tensors; returns the rest, keyed by name, if ``keeps``."""
-    check_form(state, f"What is saved of optimizer {number}")
+    own = list(chain.from_iterable(groups))
+    check_form(state, f"What is saved of optimizer {number}", len(own))
     state = {"state": {}, "param_groups": [], **state}  # Lightning's mock optimizer has an empty state
-    numbers, own = parameter_numbers(state), list(chain.from_iterable(groups))
-    if len(numbers) != len(own) or (strange := [str(key) for key in state["state"] if key not in numbers]):
-        found = f"states of {', '.join(strange[:5])}" if len(numbers) == len(own) else f"{len(numbers)} parameters"
-        raise CheckpointError(
-            f"What is saved of optimizer {number} has {found}, and the optimizer has {len(own)} parameters, in the "
-            "numbers of its groups. If a hook changes it (on_save_checkpoint, or one of the optimizer's state_dict), "
-            "let it keep the numbers of parameters."
-        )
-    by_number = dict(zip(numbers, own, strict=True))
+    by_number = dict(zip(parameter_numbers(state), own, strict=True))
     kept: dict[str, dict[str, Any]] = {}
     for parameter, entries in state["state"].items():
         name = by_number[parameter]

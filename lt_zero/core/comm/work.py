@@ -24,9 +24,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -274,28 +273,25 @@ class WorkList:
         self.watch = watch
         self.costs = costs
         self._finish = finish
+        self._failed: BaseException | None = None
         self._launch = launch
 
     def wait(self) -> None:
-        """Wait, and call ``finish``. A further wait does nothing, or raises what ``finish`` has raised."""
         for work in self.works:
             if self.watch is not None:
                 self.watch.wait(work, self._launch)
             else:
                 work.wait()
         self.works = []
+        if self._failed is not None:
+            raise self._failed  # half of the result may have been made
         if self._finish is not None:
             finish, self._finish = self._finish, None
             try:
                 finish()
             except BaseException as error:
-                # There is no result for a second wait either, and half of it may have been made.
-                self._finish = partial(_raise, error)
+                self._failed = error
                 raise
-
-
-def _raise(error: BaseException) -> NoReturn:
-    raise error
 
 
 # ---- waits of this and other packages, by their frames --------------------------------------------------------------

@@ -328,8 +328,7 @@ class Bucket:
         work.wait()
         source.sent()
         self.gathers.finish(self)
-        # Only now: after an error the next use, or the release, waits once more, and meets the same error.
-        self._gathering = None
+        self._gathering = None  # only now: after an error the next use, or the release, meets the same one
         self.live.in_flight.add(-self.storage.counted, -1)
 
     def release(self, searched: bool = False) -> None:
