@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+gc.disable()  # until tests are collected: what is imported lives for ever
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Workers of xdist send warnings to the first process, which imports the classes of these in a thread for each worker.
@@ -64,10 +65,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (not item.nodeid.startswith(LONG), -tests[item.path]))
 
 
-def pytest_collection_finish() -> None:
-    """What was imported lives for ever: collections while tests run need not look at it."""
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """The first process of several collects no tests."""
+    if session.config.getoption("dist", "no") != "no":
+        gc.enable()
+
+
+# Python's own first one is 700. A test makes and drops thousands of objects that are in no cycle.
+RARE = (20_000, 10, 10)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported lives for ever: collections while tests run need not look at it.
+
+    The fast tests, and the workers of their pools, look for garbage rarely. Each task of a pool ends with a collection.
+    The slow tests run with the thresholds that users have.
+    """
     gc.collect()
     gc.freeze()
+    if not any(item.get_closest_marker("slow") for item in session.items):
+        gc.set_threshold(*RARE)
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

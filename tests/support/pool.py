@@ -56,9 +56,10 @@ class Place(NamedTuple):
 HERE = Place({"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"})
 
 
-def _serve(connection: Connection, place: Place, preload: Sequence[str]) -> None:
+def _serve(connection: Connection, place: Place, preload: Sequence[str], thresholds: tuple[int, int, int]) -> None:
     if place.enter is not None:
         place.enter()
+    gc.set_threshold(*thresholds)
     gc.freeze()  # what is imported lives for ever: a collection after each task need not look at it
     os.environ.update(place.environment)
     mp.set_forkserver_preload(["tests.support.preload", *preload])  # of what this worker starts
@@ -146,7 +147,8 @@ class Pool:
         started = len(self._workers)
         while len(self._workers) < count:
             ours, theirs = self._context.Pipe()
-            given = (theirs, self._place(len(self._workers)), self._preload)
+            # Workers look for garbage as often as this process, which conftest.py may have told to do so rarely.
+            given = (theirs, self._place(len(self._workers)), self._preload, gc.get_threshold())
             process = self._context.Process(target=_serve, args=given, daemon=not self._parents)
             process.start()
             theirs.close()

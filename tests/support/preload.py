@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
+gc.disable()  # what is imported lives for ever: nobody needs to look for garbage meanwhile
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 import torch
@@ -13,3 +15,5 @@ import tests.support.lightning_tools  # noqa: F401
 import tests.support.parity  # noqa: F401
 
 torch.set_num_threads(1)
+gc.freeze()
+gc.enable()

@@ -281,7 +281,7 @@ class OnAllRanks(NamedTuple):
 
 
 def fitting_state(
-    given: Any, optimizer: Optimizer, engine: Engine, names: OnAllRanks, number: int, remedy: str = NEW
+    saved: Any, optimizer: Optimizer, engine: Engine, names: OnAllRanks, number: int, remedy: str = NEW
 ) -> Mapping[str, Any]:
     """Convert a saved state, by name as of ``as_lightning`` or by the numbers of the whole model, to torch's form.
 
@@ -295,9 +295,9 @@ def fitting_state(
         CheckpointError: it is no state; the saved parameters or their groups differ from the running ones; or an option
             of its groups or a counter of steps is not finite.
     """
-    saved = check_form(given, f"What the checkpoint has for optimizer {number}")
-    if not saved:
-        return saved
+    check_form(saved, f"What the checkpoint has for optimizer {number}")
+    if not isinstance(saved, Mapping) or not saved:
+        return {}
     _check_numbers(saved, number, remedy)
     own = parameter_names(optimizer, engine)
     if not any(isinstance(name, str) for group in saved["param_groups"] for name in group["params"]):

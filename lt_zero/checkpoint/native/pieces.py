@@ -162,22 +162,21 @@ def _row(stored: Store | None, value: Tensor) -> Tensor:
     return value.detach().reshape(-1)
 
 
-def check_form(state: Any, what: str, count: int | None = None) -> Mapping[str, Any]:
-    """The state, if it is as torch's ``state_dict`` returns it, or {}; otherwise raise CheckpointError.
+def check_form(state: Any, what: str, count: int | None = None) -> None:
+    """Raise CheckpointError if a state is neither as torch's ``state_dict`` returns it nor {}.
 
     ``what``: the beginning of messages; ``count``: of the parameters, if keys are their numbers.
     """
     if isinstance(state, Mapping) and not state:
-        return state
+        return
     groups, states = (state.get("param_groups"), state.get("state")) if isinstance(state, Mapping) else (None, None)
     if isinstance(groups, (list, tuple)) and isinstance(states, Mapping):
         lists = [group.get("params") if isinstance(group, Mapping) else None for group in groups]
         sound = all(isinstance(each, (list, tuple)) for each in lists)
         if sound and all(isinstance(entries, Mapping) for entries in states.values()):
-            sound_state: Mapping[str, Any] = state
-            numbers = parameter_numbers(sound_state)
+            numbers = parameter_numbers(state)
             if count is None or (len(numbers) == count and states.keys() <= set(numbers)):
-                return sound_state
+                return
     from lt_zero.checkpoint.native.state_form import broken
 
     raise broken(state, what, count)

@@ -1,4 +1,4 @@
-"""What is wrong with the state of an optimizer that a hook of the user has changed. Loaded when something is."""
+"""Errors of optimizer states that a hook of the user has changed. Loaded when there is one."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ the package that rank 0 has loaded, and the problem. A fit that has not ended af
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -155,10 +156,13 @@ def take(job: Job, limit: int) -> Outcome:
 def main(out: Path, limit: int, jobs: Sequence[Job]) -> None:
     """Write what became of each fit."""
     warnings.simplefilter("ignore")
+    gc.disable()  # what is imported lives for ever: nobody needs to look for garbage meanwhile
     # Once, before ranks are forked; the first step of an optimizer imports the last one. The package is not imported.
     import lightning  # noqa: F401
     import torch._dynamo  # noqa: F401
 
+    gc.freeze()
+    gc.enable()
     signal.signal(signal.SIGALRM, _late)
     out.write_text(json.dumps([take(job, limit) for job in jobs]), encoding="utf-8")
 
