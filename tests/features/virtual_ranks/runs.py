@@ -192,7 +192,7 @@ CASES: dict[str, Case] = {
     # models
     "rare": Case(model=lamb_tools.Odd, loss=rare_loss, norms=True),
     "twice": Case(model=lambda: Net(twice=True), clip=0.5),
-    "recomputed": Case(model=lambda: Net(checkpointed="outside")),
+    "recomputed": Case(model=lambda: Net(twice=True, checkpointed="outside")),
     "frozen": Case(model=Halves, meddle=thaw),
     "edited": Case(meddle=double),
     "double": Case(model=lambda: Net().double(), clip=0.1, norms=True),
