@@ -177,6 +177,8 @@ PROBES: dict[str, Probe] = {
     Z + "stage": Probe(e.sharded, 2, (False, False, False), (True, True, False)),
     Z + "shard_along": Probe(w.cut, "parameter", True, False, S1),
     Z + "optimizer_is_elementwise": Probe(w.asserted, True, "TypeError", "", S1),
+    "reproducible.virtual_ranks": Probe(e.sum_of_gradients, 2, "none", "fold of one rank", S1),
+    "reproducible.threads": Probe(e.threads, 3, 1, 3, {**S1, "reproducible.virtual_ranks": 2}),
     "communication.slow_node_tolerance": Probe(w.tolerated, 0.5, None, 1, S0),
     "communication.link_timeout": Probe(w.link_limits, 7.5, [120_000, 145_000], [7_500, 32_500], S0),
     "communication.topology": Probe(w.dimensions, 3, [], [2, 1, 1], S1),
