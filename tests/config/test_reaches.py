@@ -178,6 +178,8 @@ PROBES: dict[str, Probe] = {
     Z + "shard_along": Probe(w.cut, "parameter", True, False, S1),
     Z + "optimizer_is_elementwise": Probe(w.asserted, True, "TypeError", "", S1),
     "communication.slow_node_tolerance": Probe(w.tolerated, 0.5, None, 1, S0),
+    "reproducible.virtual_ranks": Probe(w.folded, 2, False, True, S1),
+    "reproducible.threads": Probe(w.threads, 2, 1, 2, {"reproducible.virtual_ranks": 2}),
     "communication.link_timeout": Probe(w.link_limits, 7.5, [120_000, 145_000], [7_500, 32_500], S0),
     "communication.topology": Probe(w.dimensions, 3, [], [2, 1, 1], S1),
     Z + "mics_shard_size": Probe(w.cut, 1, True, False, S1),
