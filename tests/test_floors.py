@@ -66,7 +66,8 @@ KNOW_LIGHTNING = {
     "common/compat/of_lightning_loops",
 }
 COLLECTIVES = (
-    *("core/comm/", "core/health/", "common/compat", "exchange/compression", "features/late_nodes/tolerance"),
+    *("core/comm/", "core/health/", "common/compat", "exchange/compression"),
+    *("features/late_nodes/tolerance", "features/virtual_ranks/fold"),
     "deepspeed/",  # passes torch.distributed on to scripts
 )
 SAVES = "torch.distributed.checkpoint"  # plans over a process group that comm/ makes

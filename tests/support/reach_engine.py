@@ -114,6 +114,22 @@ def backward(engine: Engine) -> None:
 # ---- units and buckets ---------------------------------------------------------------------------------------------
 
 
+def sum_of_gradients(lab: Lab, config: Config) -> Any:
+    """What sums gradients."""
+    engine = engine_of(lab, config)
+    name = engine.groups[0].sums.name
+    engine.detach()
+    return name
+
+
+def threads(lab: Lab, config: Config) -> Any:
+    """The threads of operations while an engine is followed."""
+    engine = engine_of(lab, config)
+    found = torch.get_num_threads()
+    engine.detach()
+    return found
+
+
 def sharded(lab: Lab, config: Config) -> Any:
     """Whether optimizer states, gradients and parameters are."""
     return dataclasses.astuple(engine_of(lab, config).buckets[0].sharding)

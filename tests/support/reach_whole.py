@@ -108,26 +108,6 @@ def _tolerated(config: Config, folder: Any) -> int | None:
     return None if tolerance is None else tolerance._tolerated
 
 
-def folded(lab: Lab, config: Config) -> Any:
-    """Whether two ranks add gradients one by one, in the order of virtual ranks."""
-    return lab.pool.run(2, _folded, config, lab.folder)[0]
-
-
-def _folded(config: Config, folder: Any) -> bool:
-    return "fold" in engine_of(Lab(folder, Pool()), config).groups[0].sums.name
-
-
-def threads(lab: Lab, config: Config) -> Any:
-    """How many threads operations have."""
-    return lab.pool.run(1, _threads, config, lab.folder)[0]
-
-
-def _threads(config: Config, folder: Any) -> int:
-    engine = engine_of(Lab(folder, Pool()), config)
-    assert engine.attached
-    return torch.get_num_threads()
-
-
 def dimensions(lab: Lab, config: Config) -> Any:
     """In which dimensions two ranks run collectives."""
     return lab.pool.run(2, _dimensions, config, lab.folder)[0]

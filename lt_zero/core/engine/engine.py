@@ -686,20 +686,13 @@ class Engine(ProcessLocal):
             if bucket.sharding.params:
                 finished = unit.leases == 0 and unit.awaited <= 0 and bucket.wants_grad
             else:
-                # A unit that is called twice gets some of its gradients after its first backward. Where all have to be
-                # in one reduction, it is awaited as sharded units are.
-                waits = self.exchange.reduces_each_backward and self._is_awaited(bucket)
-                finished = not waits and bucket.grads_complete()
+                finished = bucket.grads_complete()
             if finished:
                 self.reducer.mark_ready(bucket)
         # Weights do not change in an accumulation window, and create_graph needs them.
         keeps = torch.is_grad_enabled() or (not self.reducer.sync and unit.keep and self.gatherer.fits_whole)
         if unit.leases == 0 and not keeps:
             self.gatherer.release(unit)
-
-    def _is_awaited(self, bucket: Bucket) -> bool:
-        """True if a call of a unit with parameters of ``bucket`` has yet to be walked by the running backward."""
-        return any(unit.leases > 0 or unit.awaited > 0 for unit in self.units if bucket in unit.buckets)
 
     def end_backward(self) -> None:
         """Reduce the remaining gradients, wait for all reductions, and release what backward held."""

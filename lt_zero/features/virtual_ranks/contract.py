@@ -24,7 +24,7 @@ THREADS = "reproducible.threads"
 def hardware_of(device: torch.device) -> str:
     """The kind of processor that chooses between implementations of an operation: of a GPU its name."""
     if accelerator.is_accelerator(device):
-        return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type
+        return accelerator.name(device)
     return str(torch.backends.cpu.get_cpu_capability())
 
 

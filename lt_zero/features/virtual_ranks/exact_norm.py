@@ -24,13 +24,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lt_zero.common import accelerator
 from lt_zero.common.norms import VectorNorm
 from lt_zero.kernels.flat import wide
 
 _BITS = 36
 _LOWEST = -30  # the place of the lowest digit: the smallest fp64 number is 2^-1074
 _DIGITS = 59  # the largest are below 2^1024
-_CHUNK = 1 << 17  # elements, whose powers stay in the cache; digits of so many sums add up to less than 2^53
+_CHUNK = 1 << 17  # elements, whose powers stay in the cache
+_CHUNK_OF_DEVICE = 1 << 22  # elements: a GPU takes large pieces, which cost memory for their powers
+_ROW = 1 << 22  # elements: of the sums of so many the digits of one place add up to less than 2^53
+_OF_ONE_THREAD = 1 << 15  # elements: torch divides no fewer among threads, at any place
 BLOCK = 64  # elements: a power of 2, and a multiple of every vector
 
 
@@ -70,8 +74,9 @@ class ExactNorm(VectorNorm):
             if dense.is_complex():
                 dense = torch.view_as_real(dense.resolve_conj()) if self.order == 2.0 else dense.abs()
             # The sums of several chunks are split into digits together: that takes a few operations of any length.
-            for row in dense.reshape(-1).split(16 * _CHUNK):
-                sums = torch.cat([self._sums_of_blocks(chunk, factor) for chunk in row.split(_CHUNK)])
+            length = _CHUNK_OF_DEVICE if accelerator.holds(dense) else _CHUNK
+            for row in dense.reshape(-1).split(_ROW):
+                sums = torch.cat([self._sums_of_blocks(chunk, factor) for chunk in row.split(length)])
                 most = float(sums.max())
                 if math.isfinite(most):
                     total += _exact_sum(sums, most)
@@ -97,7 +102,8 @@ class ExactNorm(VectorNorm):
         elif self.order == 1.0:
             powers.abs_()
         else:
-            powers.abs_().pow_(self.order)
+            for piece in powers.abs_().split(_OF_ONE_THREAD):
+                piece.pow_(self.order)
         powers[numel:] = 0.0
         width = BLOCK
         rows = powers.view(-1, width)

@@ -197,12 +197,18 @@ class FoldWindows(FoldGloo, SharedMemoryTransport):
             rows = out[lo : lo + _CHUNK]
             chunk = received[: rows.numel()]
             for number, rank in enumerate(self._ranks):
-                if number == self._mesh.rank:
-                    # A copy: peers may read these elements, and ``store`` overwrites what it is given.
-                    chunk.copy_(flat[first + lo : first + lo + rows.numel()])
-                else:
+                add = reduction.add or number > 0
+                own = flat[first + lo : first + lo + rows.numel()]
+                if number != self._mesh.rank:
                     self._arena.read(rank, flat, first + lo, chunk)
-                store(rows, chunk, reduction.add or number > 0, self._factor)
+                    store(rows, chunk, add, self._factor)
+                elif flat.dtype != out.dtype:
+                    store(rows, chunk.copy_(own), add, self._factor)
+                elif add:
+                    # As ``store``, which would overwrite what it is given: peers may read these elements.
+                    rows.add_(torch.mul(own, self._factor, out=chunk))
+                else:
+                    torch.mul(own, self._factor, out=rows)
 
 
 def folding(group: ShardGroup, virtual_ranks: int) -> Transport:

@@ -45,6 +45,7 @@ class Case:
         norms: global norms of several orders, and the norm of each gradient, are compared, too.
         syncs: each backward is synchronised; else the last one of a step.
         overflow: step and virtual rank whose loss is too large.
+        averages: of the weights are kept, and compared.
         apart: the device has memory of its own, as a GPU.
         meddle: called by the rank that has just run this virtual rank.
     """
@@ -61,6 +62,7 @@ class Case:
     syncs: bool = False
     overflow: tuple[int, int] | None = None
     apart: bool = False
+    averages: bool = False
     meddle: Callable[[Engine, int, int], None] | None = None
 
 
@@ -132,6 +134,7 @@ def train(case: Case, stage: int) -> Bits:
     optimizer = case.optimizer([p for p in model.parameters() if p.requires_grad or case.model is Halves])
     sharded, controller = lt_zero.ShardedOptimizer(engine, optimizer), LossScaleController(engine.policy)
     found: Bits = {}
+    average = average_of(engine) if case.averages else None
     for step in range(STEPS):
         optimizer.zero_grad()
         for turn in range(VIRTUAL // ranks):
@@ -150,9 +153,20 @@ def train(case: Case, stage: int) -> Bits:
         taken, norm = controller.step(sharded, 0, case.clip, optimizer.step)
         found |= {f"step {step} is taken": taken, f"scale {step}": controller.scale}
         found |= {f"norm {step}": norm.item()} if norm is not None and case.clip else {}
+        if average is not None:
+            average.update(0.9)
+            with average.showing(True):
+                found |= {f"average of {name}, {step}": value.numpy() for name, value in full_values(engine).items()}
     found |= {name: value.float().numpy() for name, value in full_values(engine).items()}
     engine.offload_manager.close()
     return found
+
+
+def average_of(engine: Engine) -> Any:
+    """An average of the weights."""
+    from lt_zero.features.ema.average import WeightAverage  # skipped where it was taken out
+
+    return WeightAverage(engine)
 
 
 def norms_of(sharded: ShardedOptimizer, step: int) -> Bits:
@@ -192,7 +206,7 @@ CASES: dict[str, Case] = {
     # models
     "rare": Case(model=lamb_tools.Odd, loss=rare_loss, norms=True),
     "twice": Case(model=lambda: Net(twice=True), clip=0.5),
-    "recomputed": Case(model=lambda: Net(checkpointed="outside")),
+    "recomputed": Case(model=lambda: Net(twice=True, checkpointed="outside")),
     "frozen": Case(model=Halves, meddle=thaw),
     "edited": Case(meddle=double),
     "double": Case(model=lambda: Net().double(), clip=0.1, norms=True),
@@ -217,6 +231,7 @@ CASES: dict[str, Case] = {
     "wire bf16": Case(keys={"communication_data_type": "bf16"}, clip=0.1),
     "wire fp16": Case(dtype=_BF16, keys={"communication_data_type": "fp16"}, clip=0.1),
     # states
+    "averages": Case(averages=True),
     "8-bit moments": Case(
         model=Wide, loss=wide_loss, optimizer=OPTIMIZERS["adamw"], keys={"optimizer_states": {"dtype": "int8"}}
     ),
