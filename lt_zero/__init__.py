@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from lt_zero.config import ZeroConfig as ZeroConfig
     from lt_zero.config.blocks import ActivationCheckpointing as ActivationCheckpointing
     from lt_zero.core.comm.launched_group import init_distributed as init_distributed
+    from lt_zero.core.data_part import data_part as data_part
     from lt_zero.core.engine.full_params import gathered as gathered
     from lt_zero.core.engine.materialize import empty_weights as empty_weights
     from lt_zero.core.engine.uneven_forwards import synced as synced
     from lt_zero.core.engine.weights_digest import weights_digest as weights_digest
-    from lt_zero.core.rounds import data_part as data_part
     from lt_zero.core.step.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from lt_zero.deepspeed.install import as_deepspeed as as_deepspeed
     from lt_zero.features.ema.callback import EMA as EMA
@@ -91,7 +91,7 @@ _MODULES = {
     "add_config_arguments": "utils",
     "as_deepspeed": "deepspeed.install",
     "as_pytorch_lightning": "training.lightning.one_package",
-    "data_part": "core.rounds",
+    "data_part": "core.data_part",
     "empty_weights": "core.engine.materialize",
     "estimate": "planning.estimate",
     "estimate_activations": "planning.activations",

@@ -45,6 +45,7 @@ FLOORS = (
 # Folders that are on the floor of another one, and import from it as it does from them.
 WITH = {
     "core/ask": "features",
+    "core/data_part": "features",
     "core/division": "features",
     "core/feature": "features",
     "core/followers": "features",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,9 +37,7 @@ class RandomStates:
         if self.cuda is not None:
             accelerator.set_random_state(self.cuda)
         random.setstate(self.python)
-        if self.numpy["bit_generator"] == np.random.get_state(legacy=False)["bit_generator"]:
-            np.random.set_state(self.numpy)
-        _last_of_numpy.clear()
+        _set_numpy_state(self.numpy)
 
     def differing(self, other: RandomStates) -> set[str]:
         """Names of the host's generators with other states."""
@@ -109,6 +108,7 @@ class RandomStates:
         return RandomStates(host, cuda, random.Random(seed).getstate(), dict(numpy))
 
 
+_WORDS = 625 * 4  # bytes: of the words of a Mersenne twister, and of its place among them
 _last_of_numpy: list[tuple[bytes, dict[str, Any]]] = []  # the last state that was taken, and its words
 
 
@@ -120,7 +120,7 @@ def _numpy_state() -> dict[str, Any]:
     bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
     words = b""
     if isinstance(bits, np.random.MT19937):
-        words = ctypes.string_at(bits.ctypes.state_address, 625 * 4)
+        words = ctypes.string_at(bits.ctypes.state_address, _WORDS)
         if _last_of_numpy and _last_of_numpy[0][0] == words and not _last_of_numpy[0][1]["has_gauss"]:
             return _last_of_numpy[0][1]
     state = dict(np.random.get_state(legacy=False))
@@ -128,6 +128,28 @@ def _numpy_state() -> dict[str, Any]:
     if words:
         _last_of_numpy.append((words, state))
     return state
+
+
+def _set_numpy_state(state: dict[str, Any]) -> None:
+    """Set the state of numpy's global generator, unless the program has replaced that by one of another kind.
+
+    numpy takes a state word by word, too. Where no normal number waits, before and after, the words are all.
+    """
+    bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if not isinstance(bits, np.random.MT19937) or state["bit_generator"] != "MT19937":
+        if state["bit_generator"] == type(bits).__name__:
+            np.random.set_state(state)
+        _last_of_numpy.clear()
+        return
+    place = bits.ctypes.state_address
+    words = state["state"]["key"].tobytes() + int(state["state"]["pos"]).to_bytes(4, sys.byteorder, signed=True)
+    known = bool(_last_of_numpy) and _last_of_numpy[0][0] == ctypes.string_at(place, _WORDS)
+    if known and not _last_of_numpy[0][1]["has_gauss"] and not state["has_gauss"]:
+        with bits.lock:
+            ctypes.memmove(place, words, _WORDS)
+    else:
+        np.random.set_state(state)
+    _last_of_numpy[:] = [(words, state)]
 
 
 def own_or_derived(states: Sequence[RandomStates], rank: int) -> RandomStates:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.common.random_states import RandomStates
 from lt_zero.core.comm.ranks import Ranks
-from lt_zero.core.rounds import ReadsPart, Turns, reading
+from lt_zero.core.data_part import ReadsPart, Turns, reading
 from lt_zero.features.virtual_ranks.streams import DATA, ORDER, Streams
 
 _KEY = "reproducible.virtual_ranks"
@@ -289,7 +289,7 @@ class RoundLoader:
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
-    """What decides the order of a loader's samples."""
+    """Find what decides the order of a loader's samples."""
     batches = loader.batch_sampler
     return loader.sampler if batches is None else getattr(batches, "sampler", batches)
 

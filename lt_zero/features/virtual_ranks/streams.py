@@ -39,6 +39,7 @@ class Streams:
 
     def begin(self, shared: RandomStates) -> None:
         """Derive the streams from the states that all ranks share."""
+        self._inside = None  # an error may have ended the last run inside of a turn
         for number in self.numbers:
             self._states[COMPUTE, number] = shared.derived(number + 1)
             self._states[DATA, number] = shared.derived(self.count + number + 1)

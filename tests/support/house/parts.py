@@ -15,6 +15,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "core/__init__",
         "core/engine/",
         "core/ask",
+        "core/data_part",
         "core/division",
         "core/feature",
         "core/place_in_run",

@@ -30,8 +30,9 @@ from lightning.pytorch.trainer import call as lightning_calls
 from torch import Tensor
 
 from lt_zero.common.errors import ConfigError
+from lt_zero.core.data_part import split
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.rounds import Rounds, split
+from lt_zero.core.rounds import Rounds
 from lt_zero.training.lightning.turns.hooks import TurnHooks
 from lt_zero.training.lightning.turns.logged import TurnResults
 from lt_zero.training.lightning.turns.metrics import MetricTurns
@@ -202,7 +203,7 @@ class TrainerTurns:
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def values(self, copies: bool) -> dict[str, Any]:
-        """What this rank's micro-batches have logged in the epoch, and the states of their metrics.
+        """Tell what this rank's micro-batches have logged in the epoch, and the states of their metrics.
 
         ``copies``: of the states, which change in place.
         """
