@@ -111,6 +111,11 @@ DEEPSPEED_PEERS = {"ddp": "DDP"} | {  # apart: with all the others, their proces
     for stage in (1, 2, 3)
     for library, name in (("deepspeed", "DeepSpeed"), ("lt_zero", "lt_zero"))
 }
+ORDERED_PEERS = {
+    f"lt_zero-{stage}{variant}": f"lt_zero stage {stage}{name}"
+    for stage in (0, 1, 2, 3)
+    for variant, name in (("", ""), ("-bits", ", virtual ranks"))
+}
 FUSED, NARROW = "step", "moments in"  # beginnings of the names of cases of AdamW
 OFFLOAD_PEERS = {"ddp": "DDP"} | {
     f"{library}-{stage}-cpu": f"{name} stage {stage}"
@@ -315,6 +320,14 @@ def groups() -> list[Group]:
         )
         for stage in (2, 3)
     ]
+    ordered = [
+        Row(
+            f"step with as many virtual ranks as ranks, stage {stage}",
+            (f"lt_zero stage {stage}",),
+            (f"lt_zero stage {stage}", f"lt_zero stage {stage}, virtual ranks"),
+        )
+        for stage in (0, 1, 2, 3)
+    ]
     loads = Row("load of 1.0 GB", ("torch.load",), ("torch.load", "DCP", "lt_zero (checked)"), "plain read")
     python = "Python per step and unit, 8 ranks"
     imports = ("lightning.pytorch", "lt_zero", "lt_zero.ZeroStrategy")
@@ -325,6 +338,7 @@ def groups() -> list[Group]:
         Group("step", partial(steps, STEP_PEERS), (step,)),
         Group("step-deepspeed", steps_deepspeed, (Row(STEP_BESIDE_DEEPSPEED, ("DDP",)),)),
         Group("step-small", small_steps, (Row(small, (small_model.FABRIC,)),)),
+        Group("step-bits", partial(steps, ORDERED_PEERS), tuple(ordered)),
         Group("offload", partial(steps, OFFLOAD_PEERS), tuple(offloaded)),
         *(adam_group(isa, threads) for isa in isas() for threads in (1, 2)),
         *(moments_group(isas()[0], threads) for threads in (1, 2)),

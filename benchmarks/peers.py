@@ -28,6 +28,7 @@ VOCABULARY, CONTEXT, HEADS, MICRO_BATCH = 4096, 128, 8, 4
 PEERS = ["ddp", "zero_redundancy", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3"]
 PEERS += ["lt_zero-0", "lt_zero-1", "lt_zero-2", "lt_zero-3", "lt_zero-3-release"]
 OFFLOADED = ["deepspeed-2-cpu", "lt_zero-2-cpu", "deepspeed-3-cpu", "lt_zero-3-cpu"]  # the optimizer, to the CPU
+ORDERED = [f"lt_zero-{stage}-bits" for stage in range(4)]  # with as many virtual ranks as ranks
 LIBRARY = {"fsdp2": "torch.distributed.fsdp", "deepspeed": "deepspeed", "lt_zero": "lt_zero"}
 LIBRARY["zero_redundancy"] = "torch.distributed.optim"
 
@@ -316,9 +317,10 @@ def setup_lt_zero(job: Job, model: GPT) -> Step:
     block: dict[str, Any] = {"stage": int(stage)}
     block |= {"stage3_max_reuse_distance": 0} if variant == ["release"] else {}
     block |= {"offload_optimizer": {"device": "cpu"}} if variant == ["cpu"] else {}
+    virtual = {"reproducible": {"virtual_ranks": dist.get_world_size()}} if variant == ["bits"] else {}
     stages = {"stages": job.pipeline, "num_microbatches": job.micro_batches, "partition_method": "uniform"}
     blocks = {"pipeline": stages} if job.pipeline > 1 else {}
-    config = lt_zero.ZeroConfig.of({"zero_optimization": block, "bf16": {"enabled": job.bf16}, **blocks})
+    config = lt_zero.ZeroConfig.of({"zero_optimization": block, "bf16": {"enabled": job.bf16}, **blocks, **virtual})
     autocast = job.bf16 and variant != ["true"]
     policy = dtype_policy(config, "bf16-mixed" if autocast else "bf16-true") if job.bf16 else None
     trained: nn.Module = model

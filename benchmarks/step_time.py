@@ -36,7 +36,7 @@ from typing import Any, Protocol
 
 import torch
 from measuring import ROOT, markdown, ratio
-from peers import CONTEXT, MICRO_BATCH, OFFLOADED, PEERS, Job
+from peers import CONTEXT, MICRO_BATCH, OFFLOADED, ORDERED, PEERS, Job
 
 PATIENCE = 600  # seconds without an answer after which a peer is given up: the first DeepSpeed run compiles its ops
 
@@ -189,9 +189,11 @@ def environment(rank: int, ranks: int) -> dict[str, str]:
 
 def pick_peers(args: argparse.Namespace) -> list[Peer]:
     found = [args.profile] if args.profile else args.peers.split(",") if args.peers else PEERS
-    unknown = set(found) - {*PEERS, *OFFLOADED, "alone"}
+    unknown = set(found) - {*PEERS, *OFFLOADED, *ORDERED, "alone"}
     if unknown:
-        raise SystemExit(f"unknown peers {sorted(unknown)}; there are alone, {', '.join([*PEERS, *OFFLOADED])}")
+        raise SystemExit(
+            f"unknown peers {sorted(unknown)}; there are alone, {', '.join([*PEERS, *OFFLOADED, *ORDERED])}"
+        )
     peers = [Peer(name) for name in dict.fromkeys(found)]
     if not args.deepspeed_python and importlib.util.find_spec("deepspeed") is None:
         for peer in peers:
