@@ -115,6 +115,12 @@ def _write_facts(file: Path) -> None:
     raise CheckpointError(str(caught[0].message))
 
 
+def _write_digests(file: Path) -> None:
+    """What is a file gets a line: a run goes on in it."""
+    _writer.DigestFile(file).append(kind="start")
+    raise CheckpointError(f"{file} was written to")
+
+
 def _write_events(file: Path) -> None:
     files = monitors.CsvFiles(CsvMonitor(output_path=str(file.parent.parent), job_name=file.parent.name))
     files.write([("Train/Samples/lr", 1.0, 1)])
@@ -152,6 +158,11 @@ if there("compare"):
     _compare: Any = import_module("lt_zero.tools.compare.compare")
     READERS.append(("tools/compare/compare.py", "engine0.jsonl", lambda file: _compare.read_record(file.parent)))
     ERRORS += (_compare.RecordError,)
+    _digests: Any = import_module("lt_zero.tools.compare.digests")
+    _writer: Any = import_module("lt_zero.tools.compare.digest_writer")
+    READERS.append(("tools/compare/digests.py", "digests0.jsonl", lambda file: _digests.read_digests(file.parent)))
+    READERS.append(("tools/compare/digest_writer.py", "digests0.jsonl", _write_digests))
+    ERRORS += (_digests.DigestsError,)
 BESIDE = {"lt_zero.jsonl": ("metrics.csv", "step,zero/loss\n0,1.0\n")}
 
 

@@ -21,6 +21,28 @@ from lt_zero.tools.compare.digests import DIGESTS, VERSION
 from lt_zero.training.run_file import cut_incomplete_line
 
 
+class DigestFile:
+    """A file of lines, which a run begins or goes on with.
+
+    Raises:
+        OSError: it is no regular file, or cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cut_incomplete_line(path)
+        os.close(self._open())
+
+    def _open(self) -> int:
+        return open_for_update(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def append(self, **fields: Any) -> None:
+        """Write a line. Raises OSError: as the class."""
+        with open(self._open(), "a", encoding="utf-8") as file:
+            file.write(json.dumps(fields) + "\n")
+
+
 class DigestWriter:
     """Writes the digest of an engine's weights after each step that is taken, on rank 0.
 
@@ -43,7 +65,7 @@ class DigestWriter:
         self._path = path
         self._stage = config.zero_optimization.stage
         self._begun = False
-        self._works = True
+        self._file: DigestFile | None = None  # on rank 0, as long as it can be written
         self.steps = 0
         with engine.world.agree("opening the file of digests", ConfigError):
             if engine.world.rank == 0:
@@ -52,10 +74,7 @@ class DigestWriter:
 
     def _open(self) -> None:
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            cut_incomplete_line(self._path)
-            with self._path.open("a", encoding="utf-8"):
-                pass
+            self._file = DigestFile(self._path)
         except OSError as error:
             reason = error.strerror or error
             text = f"{DIGESTS}={self._path.parent} cannot be written: {reason}. Name another folder."
@@ -79,18 +98,16 @@ class DigestWriter:
         if not self._begun:
             self._begun = True
             about = {"ranks": engine.world.size, "stage": self._stage, "mode": engine.policy.mode}
-            self._write(engine, kind="start", version=VERSION, at=self.steps, **about, torch=torch.__version__)
+            self._write(kind="start", version=VERSION, at=self.steps, **about, torch=torch.__version__)
         self.steps += 1
-        self._write(engine, kind="step", at=self.steps, digest=digest_of(engine))
+        self._write(kind="step", at=self.steps, digest=digest_of(engine))
 
-    def _write(self, engine: Engine, **fields: Any) -> None:
-        if engine.world.rank != 0 or not self._works:
+    def _write(self, **fields: Any) -> None:
+        if self._file is None:
             return
         try:
-            opened = open_for_update(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            with open(opened, "a", encoding="utf-8") as file:
-                file.write(json.dumps(fields) + "\n")
+            self._file.append(**fields)
         except OSError as error:
-            self._works = False
+            self._file = None
             reason = error.strerror or error
             warn(f"{self._path} cannot be written ({reason}): digests end before step {self.steps}.")

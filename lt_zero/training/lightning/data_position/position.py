@@ -142,6 +142,13 @@ class DataPosition:
     def _now(self) -> Draws:
         return Draws(RandomStates.now(), self._rounds.now())
 
+    def _packed(self, draws: Sequence[Draws]) -> dict[str, Any]:
+        """Random states as plain containers and tensors; those of rounds only where there are some."""
+        packed: dict[str, Any] = {"states": [draw.states.state_dict() for draw in draws]}
+        if self._rounds.count is not None:
+            packed["rounds"] = [self._rounds.packed(draw.rounds) for draw in draws]
+        return packed
+
     def _set(self, draws: Draws) -> None:
         draws.states.apply()
         self._rounds.set(draws.rounds)
@@ -323,8 +330,7 @@ class DataPosition:
         draws = draws[:2]  # one at set-up and one when training starts
         return {
             "version": VERSION,
-            "states": [draw.states.state_dict() for draw in draws],
-            "rounds": [self._rounds.packed(draw.rounds) for draw in draws],
+            **self._packed(draws),
             "consumed": consumed - open_window,
             "ended": ended,
             "counted": counted,
@@ -395,11 +401,7 @@ class DataPosition:
         asked = [RandomStates.of(request, where) for request in requests if request is not None]
         self._pending = [place_of(packed, where) for packed in own["loaders"]]
         self._upcoming = deque(upcoming)
-        self._loaded = {
-            **own,
-            "states": [draw.states.state_dict() for draw in upcoming],
-            "rounds": [self._rounds.packed(draw.rounds) for draw in upcoming],
-        }
+        self._loaded = {**own, **self._packed(upcoming)}
         self._same_ranks = len(states) == ranks or self.turns is not None
         self._of_turns = [s["logged"]["turns"] for s in states if s["logged"] and "turns" in s["logged"]]
         assert self._trainer is not None
