@@ -39,7 +39,9 @@ def train(processes: int, overrides: list[str]) -> list[str]:
     script = Path(__file__).with_name("train_gpt.py")
     command = [sys.executable, str(script), *(f"{key}={value}" for key, value in given.items() if key not in own)]
     command += overrides
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "LT_ZERO_DIGESTS": str(folder)})
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "LT_ZERO_DIGESTS": str(folder)})
+    if done.returncode:
+        sys.exit(done.stderr)
     lines = map(json.loads, digests.read_text().splitlines())
     return [line["digest"] for line in lines if line["kind"] == "step"]
 
