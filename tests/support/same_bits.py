@@ -8,6 +8,7 @@ from that checkpoint on another number of ranks.
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
@@ -81,9 +82,17 @@ def _same(one: Any, two: Any) -> bool:
 
 def after(values: Values, steps: int) -> Values:
     """Of the values of a whole run, those that one has, too, that goes on after so many steps."""
-    keys = [name for name in values if name.endswith(": steps") and values[name] <= steps]
-    before = {name.removesuffix(": steps") for name in keys}
-    return {name: value for name, value in values.items() if name.partition(": ")[0] not in before}
+    done = [name for name in values if name.endswith(": steps") and values[name] <= steps]
+    before = {name.removesuffix(": steps") for name in done}
+    last = max((_epoch(name) for name in done), default=0)
+    left = {name: value for name, value in values.items() if name.partition(": ")[0] not in before}
+    return {name: value for name, value in left.items() if _epoch(name) >= last}
+
+
+def _epoch(name: str) -> int:
+    """The number of the epoch that a value is of; a large one for those at the end of the run."""
+    found = re.match(r"epoch (\d+)", name)
+    return int(found[1]) if found else sys.maxsize
 
 
 def compare(names: Sequence[str], folder: Path) -> dict[str, list[str]]:

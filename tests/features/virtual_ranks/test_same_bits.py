@@ -60,3 +60,5 @@ def test_differences_are_told() -> None:
         "more is new",
     ]
     assert after(one, 1) == {"epoch 0, round 1: weights": "b"}
+    later: Values = {"epoch 0: metric": 1.0, "epoch 1, round 0: steps": 2, "epoch 1: metric": 2.0, "buffer a": 3}
+    assert after({**one, **later}, 2) == {"epoch 1: metric": 2.0, "buffer a": 3}
