@@ -31,7 +31,7 @@ from lt_zero import ZeroStrategy
 VIRTUAL = 12
 RANKS = (1, 2, 3, 4, 6)
 WIDTH = 6
-SAMPLES = 115  # ten for each virtual rank, five of them padding
+SAMPLES = 111  # ten for each virtual rank, nine of them padding
 ROWS = 2  # of a micro-batch
 STEPS = 20
 SAVED = 7  # steps before the checkpoint, in the middle of an epoch
@@ -212,8 +212,14 @@ def take(run: Run, ranks: int, folder: Path, checkpoint: Path, resumes: bool, st
         enable_model_summary=False,
     )
     module = Module(run)
-    loaders = DataLoader(Samples(), batch_size=ROWS, shuffle=True), DataLoader(Samples(), batch_size=ROWS)
-    trainer.fit(module, *loaders, ckpt_path=str(checkpoint) if resumes else None, weights_only=False)
+    train = DataLoader(Samples(), batch_size=ROWS, shuffle=True, drop_last=True)
+    trainer.fit(
+        module,
+        train,
+        DataLoader(Samples(), batch_size=ROWS),
+        ckpt_path=str(checkpoint) if resumes else None,
+        weights_only=False,
+    )
     return {**notes.found, **dict(_at_the_end(trainer, module))}
 
 
