@@ -88,6 +88,15 @@ class Rounds:
         """
         raise NotImplementedError
 
+    def of_first(self, value: Any, name: str) -> Any:
+        """The value that the first rank has, with tensors on the host. Collective.
+
+        Args:
+            value: picklable; of other ranks it is not looked at.
+            name: of what it is, for errors.
+        """
+        raise NotImplementedError
+
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
     def packed(self, states: Any) -> dict[str, Any] | None:

@@ -1,10 +1,11 @@
 """Rounds in a loop of one's own and in Fabric: one backward of a rank is one micro-batch of a round.
 
 Note [Turns of a loop]
-    A script runs one micro-batch after the other, and the loader gives them in the order of turns. A turn begins with
-    the first forward of training after the last backward, and ends with the next backward. Forwards and backwards draw
-    from the random numbers of the micro-batch, and what is between them from those that all ranks share. Each
-    micro-batch begins with the buffers of the round. A step is due after a whole number of rounds.
+    A script runs one micro-batch after the other, and the loader gives them in the order of turns. A turn begins when
+    the loader gives a batch, or else with the first forward of training after the last backward, and ends with the next
+    backward. From the batch to the end of its backward all draws are from the random numbers of the micro-batch: how
+    often a process draws there depends on how many of a round it runs. Later draws are from those that all ranks share.
+    Each micro-batch begins with the buffers of the round. A step is due after a whole number of rounds.
 """
 
 from __future__ import annotations
@@ -12,12 +13,73 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from lt_zero.common.errors import ConfigError
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.rounds import Rounds
 
 _KEY = "reproducible.virtual_ranks"
+
+
+class Reading:
+    """How far a script has read the batches of its rounds, and the random numbers that it draws from meanwhile."""
+
+    _of_rounds: WeakKeyDictionary[Rounds, Reading] = WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self._passes = 0  # over loaders, that have begun and not ended
+        self._unused = 0  # batches that were given in them, and had no backward
+        self._inside = ExitStack()
+        self._reader: object = None  # the pass that has given the batch of the present turn
+
+    @classmethod
+    def of(cls, rounds: Rounds) -> Reading:
+        """That of the script whose run has these rounds."""
+        return cls._of_rounds.setdefault(rounds, cls())
+
+    @property
+    def inside(self) -> bool:
+        """True from a batch to the end of its backward."""
+        return self._passes > 0 and self._unused > 0
+
+    def begin(self) -> None:
+        """A pass over a loader begins."""
+        if self._passes == 0:
+            self._unused = 0
+        self._passes += 1
+
+    def enter(self, rounds: Rounds, turn: int, reader: object) -> None:
+        """A pass, ``reader``, gives the batch of a turn: draw from its random numbers from now on."""
+        self._inside.close()
+        self._inside.enter_context(rounds.turn(turn))
+        self._reader = reader
+        self._unused += 1
+
+    def leave(self, reader: object = None) -> None:
+        """Draw from shared random numbers again; ``reader``: only if this pass has given the last batch."""
+        if reader is None or reader is self._reader:
+            self._inside.close()
+
+    def end(self) -> None:
+        """A pass is over."""
+        self._passes -= 1
+
+    def count_backward(self, count: int | None) -> None:
+        """Count a backward; ``count``: virtual ranks.
+
+        Raises:
+            ConfigError: there have been more of them than batches.
+        """
+        if self._passes == 0:
+            return  # of batches that no loader of rounds has given, or not just now
+        if self._unused == 0:
+            raise ConfigError.about(
+                _KEY,
+                f"{_KEY}={count}: a second backward was called for a batch of the loader, and a backward is one "
+                "micro-batch of a round. Add up the losses of the batch, and call backward once.",
+            )
+        self._unused -= 1
 
 
 class StepTurns:
@@ -33,6 +95,9 @@ class StepTurns:
         self._turn = 0
         self._begun = False  # whether a forward of this turn was run
         self._inside = ExitStack()  # of a backward
+        self._root = engine.root
+        self._reading = Reading.of(rounds)
+        self._reading.leave()
         rounds.begin(anew=True)
         rounds.follow(engine.root, engine.peers)
         engine.buffers.leave_to_rounds()
@@ -46,8 +111,8 @@ class StepTurns:
 
     @contextmanager
     def forward(self, trains: bool) -> Iterator[None]:
-        """Context of a forward; one that does not train is none of a round."""
-        if not trains:
+        """Context of a forward; one that does not train is none of a round, unless it changes the buffers of one."""
+        if not trains and not (self._reading.inside and self._root.training):
             yield
             return
         if not self._begun:
@@ -57,10 +122,12 @@ class StepTurns:
             yield
 
     def _begin_backward(self) -> None:
+        self._reading.count_backward(self._rounds.count)
         self._inside.enter_context(self._rounds.turn(self._turn))
 
     def _end_backward(self) -> None:
         self._inside.close()
+        self._reading.leave()
         self._begun = False
         self._turn = (self._turn + 1) % self._rounds.turns
         if self._turn == 0:
@@ -85,20 +152,29 @@ class InTurns:
     """Gives the batches of a loader of rounds one after the other.
 
     Args:
-        loader: gives ``Turns``.
-        turns: of a round. Other attributes are those of ``loader``.
+        loader: gives ``Turns``. Other attributes are those of it.
+        rounds: of the run.
     """
 
-    def __init__(self, loader: Any, turns: int) -> None:
+    def __init__(self, loader: Any, rounds: Rounds) -> None:
         self._loader = loader
-        self._turns = turns
+        self._rounds = rounds
 
     def __iter__(self) -> Iterator[Any]:
-        for of_round in self._loader:
-            yield from of_round.batches
+        reading, reader = Reading.of(self._rounds), object()
+        reading.begin()
+        try:
+            for of_round in self._loader:
+                for turn, batch in enumerate(of_round.batches):
+                    reading.enter(self._rounds, turn, reader)
+                    yield batch
+                    reading.leave(reader)
+        finally:
+            reading.leave(reader)
+            reading.end()
 
     def __len__(self) -> int:
-        return len(self._loader) * self._turns
+        return len(self._loader) * self._rounds.turns
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_loader" not in vars(self):

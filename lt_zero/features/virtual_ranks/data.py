@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lt_zero.common.errors import CheckpointError, ConfigError
+from lt_zero.common.held import OwnGenerators
 from lt_zero.common.random_states import RandomStates
 from lt_zero.core.comm.ranks import Ranks
 from lt_zero.core.data_part import ReadsPart, Turns, reading
@@ -103,6 +104,10 @@ class RoundLoader:
         self.numbers = tuple(numbers)
         self._streams = streams
         self._ranks = ranks
+        # Workers have copies of the data set.
+        shared = loaders[0] if loaders[0].num_workers == 0 else None
+        named = [("dataset", shared.dataset), ("collate_fn", shared.collate_fn)] if shared is not None else []
+        self._generators = OwnGenerators((f"{type(owner).__name__} ({name})", owner) for name, owner in named)
         self._begun: dict[int, dict[str, Any]] = {}  # places when the pass began
         self._given = 0  # rounds of the pass
         self._resumed: dict[str, Any] | None = None  # the place from which the next pass goes on
@@ -172,9 +177,21 @@ class RoundLoader:
 
     @contextmanager
     def _reads(self, number: int) -> Iterator[None]:
-        """Context in which the data of a virtual rank are read."""
+        """Context in which the data of a virtual rank are read.
+
+        Raises:
+            ConfigError: they were drawn with a generator of the data set's own.
+        """
+        states = self._generators.states()
         with self._streams.of(number, DATA), reading(number, self._streams.count):
             yield
+        if (name := self._generators.drawn(states)) is not None:
+            raise ConfigError.about(
+                _KEY,
+                f"{_KEY}={self._streams.count}: samples were drawn with {name}, a generator that the virtual ranks of "
+                "a process share, so that its numbers depend on how many there are. Draw from the generators of torch, "
+                "numpy or Python, of which each virtual rank has states of its own, or set num_workers=1.",
+            )
 
     # ---- the place in a pass -------------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ _DIGITS = 59  # the largest are below 2^1024
 _CHUNK = 1 << 17  # elements, whose powers stay in the cache
 _CHUNK_OF_DEVICE = 1 << 22  # elements: a GPU takes large pieces, which cost memory for their powers
 _ROW = 1 << 22  # elements: of the sums of so many the digits of one place add up to less than 2^53
+_SUMS_OF_DEVICE = 1 << 22  # blocks, whose sums a GPU splits into digits together: the host waits twice for all of them
 _OF_ONE_THREAD = 1 << 15  # elements: torch divides no fewer among threads, at any place
 BLOCK = 64  # elements: a power of 2, and a multiple of every vector
 
@@ -65,7 +66,8 @@ class ExactNorm(VectorNorm):
         """
         if share not in (0.0, 1.0):
             raise ValueError(f"share={share}: each element has to be counted by one rank. Pass 0 or 1.")
-        total, infinite, undefined, count = 0, 0.0, 0.0, 0
+        found, count = _Total(), 0
+        of_device: list[Tensor] = []
         for tensor in elements:
             if tensor.numel() == 0:
                 continue
@@ -73,19 +75,22 @@ class ExactNorm(VectorNorm):
             dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
             if dense.is_complex():
                 dense = torch.view_as_real(dense.resolve_conj()) if self.order == 2.0 else dense.abs()
+            dense = dense.reshape(-1)
+            if accelerator.holds(dense):
+                of_device += [self._sums_of_blocks(chunk, factor) for chunk in dense.split(_CHUNK_OF_DEVICE)]
+                if sum(map(len, of_device)) >= _SUMS_OF_DEVICE:
+                    found.add_of_device(torch.cat(of_device))
+                    of_device.clear()
+                continue
             # The sums of several chunks are split into digits together: that takes a few operations of any length.
-            length = _CHUNK_OF_DEVICE if accelerator.holds(dense) else _CHUNK
-            for row in dense.reshape(-1).split(_ROW):
-                sums = torch.cat([self._sums_of_blocks(chunk, factor) for chunk in row.split(length)])
-                most = float(sums.max())
-                if math.isfinite(most):
-                    total += _exact_sum(sums, most)
-                    continue
-                undefined += float(sums.isnan().sum())
-                infinite += float(sums.isinf().sum())
+            for row in dense.split(_ROW):
+                found.add(torch.cat([self._sums_of_blocks(chunk, factor) for chunk in row.split(_CHUNK)]))
+        if of_device:
+            found.add_of_device(torch.cat(of_device))
+        total = found.total
         digits = [(total >> (_BITS * place)) & ((1 << _BITS) - 1) for place in range(_DIGITS - 1)]
         digits.append(total >> (_BITS * (_DIGITS - 1)))
-        row = torch.tensor([*digits, infinite, undefined, count], dtype=torch.float64)
+        row = torch.tensor([*digits, found.infinite, found.undefined, count], dtype=torch.float64)
         return (row * share).to(device)
 
     def _sums_of_blocks(self, elements: Tensor, factor: Tensor | None) -> Tensor:
@@ -101,6 +106,8 @@ class ExactNorm(VectorNorm):
             powers.square_()
         elif self.order == 1.0:
             powers.abs_()
+        elif accelerator.holds(powers):
+            powers.abs_().pow_(self.order)
         else:
             for piece in powers.abs_().split(_OF_ONE_THREAD):
                 piece.pow_(self.order)
@@ -133,6 +140,58 @@ def _root(value: float, order: float) -> float:
     return float(value ** (1.0 / order))
 
 
+class _Total:
+    """A sum of sums of blocks.
+
+    Attributes:
+        total: of those that are finite, in units of the lowest digit.
+        infinite, undefined: how many are infinite, or NaN.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.infinite = 0.0
+        self.undefined = 0.0
+
+    def add(self, sums: Tensor) -> None:
+        """Add the sums of the blocks of ``_ROW`` elements (1D, fp64; overwritten)."""
+        most = float(sums.max())
+        if math.isfinite(most):
+            self.total += _exact_sum(sums, most)
+            return
+        self.undefined += float(sums.isnan().sum())
+        self.infinite += float(sums.isinf().sum())
+
+    def add_of_device(self, sums: Tensor) -> None:
+        """Add the sums of any number of blocks (1D, fp64; overwritten). The host waits twice for their device."""
+        least = torch.where(sums > 0.0, sums, math.inf).min()
+        facts = torch.stack([sums.max(), least, sums.isnan().sum(), sums.isinf().sum()])
+        highest, lowest, undefined, infinite = facts.tolist()
+        self.undefined += undefined
+        self.infinite += infinite
+        if undefined or infinite or not highest:
+            return
+        first = (math.frexp(highest)[1] - 1) // _BITS
+        # No sum has a bit below that of the last place of the least one.
+        last = max(_LOWEST, (math.frexp(lowest)[1] - 53) // _BITS)
+        length = _ROW // BLOCK
+        rest = torch.nn.functional.pad(_scaled(sums, first), (0, -len(sums) % length)).view(-1, length)
+        digits = []
+        for _ in range(first, last - 1, -1):
+            whole = rest.round()
+            digits.append(whole.sum(1))
+            rest = rest.sub_(whole).mul_(2.0**_BITS)
+        for place, of_rows in zip(range(first, last - 1, -1), torch.stack(digits).tolist(), strict=True):
+            self.total += sum(map(int, of_rows)) << (_BITS * (place - _LOWEST))
+
+
+def _scaled(summands: Tensor, place: int) -> Tensor:
+    """``summands`` (fp64; overwritten) in units of a digit."""
+    # In two factors, each of which fp64 has.
+    half = -(_BITS * place) // 2
+    return summands.mul_(2.0**half).mul_(2.0 ** (-(_BITS * place) - half))
+
+
 def _exact_sum(summands: Tensor, most: float) -> int:
     """The sum of ``summands`` (1D, fp64, not negative; overwritten), in units of the lowest digit.
 
@@ -140,9 +199,7 @@ def _exact_sum(summands: Tensor, most: float) -> int:
     """
     total = 0
     place = (math.frexp(most)[1] - 1) // _BITS if most else _LOWEST
-    # In two factors, each of which fp64 has.
-    half = -(_BITS * place) // 2
-    rest = summands.mul_(2.0**half).mul_(2.0 ** (-(_BITS * place) - half))
+    rest = _scaled(summands, place)
     whole = torch.empty_like(rest)
     while place >= _LOWEST:
         torch.round(rest, out=whole)

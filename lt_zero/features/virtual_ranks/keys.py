@@ -57,6 +57,8 @@ class Reproducible(Block):
         if config.communication.slow_node_tolerance > 0:
             name = "communication.slow_node_tolerance"
             yield name, config.communication.slow_node_tolerance, "leaves out those of late nodes"
+        if config.gradient_noise_scale:
+            yield "gradient_noise_scale", "true", "compares them between ranks, of which there may be any number"
         if config.gradient_predivide_factor != 1.0:
             yield "gradient_predivide_factor", config.gradient_predivide_factor, "divides them before they are added"
         if config.prescale_gradients:

@@ -97,6 +97,10 @@ class VirtualRounds(Rounds):
         found = self._ranks.host_gather([map_tensors(value, _on_host) for value in mine], name)
         return [found[number % self._ranks.size][number // self._ranks.size] for number in range(self.count)]
 
+    @override
+    def of_first(self, value: Any, name: str) -> Any:
+        return self._ranks.host_broadcast(map_tensors(value, _on_host), name)
+
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
     @override

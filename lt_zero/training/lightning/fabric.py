@@ -233,7 +233,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         loader = super().process_dataloader(dataloader)
         session = self.session
         if session.rounds.count is not None:
-            return InTurns(session.rounds.loader(loader), session.rounds.turns)
+            return InTurns(session.rounds.loader(loader), session.rounds)
         name = type(loader).__name__
 
         def through(make: Callable[[], Any]) -> Any:

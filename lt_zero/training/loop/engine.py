@@ -393,7 +393,7 @@ class TrainingEngine(EngineQueries):
         number = self.session.division.data_rank if rounds.count is None else rounds.number(0)
         sampler: DistributedSampler[Any] = DistributedSampler(dataset, self.session.data_parts, number)
         loader = DataLoader(dataset, size, sampler=sampler, collate_fn=collate_fn)
-        return loader if rounds.count is None else cast(Any, InTurns(rounds.loader(loader), rounds.turns))
+        return loader if rounds.count is None else cast(Any, InTurns(rounds.loader(loader), rounds))
 
     def read_from(self, loader: DataLoader[Any]) -> None:
         """Make a data loader that of the training data."""

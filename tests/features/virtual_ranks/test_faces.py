@@ -35,7 +35,7 @@ class _Net(Module):
         return self.training_step(batch, number)
 
 
-def _loop(early: bool = False) -> Run:
+def _loop(early: bool = False, twice: bool = False) -> Run:
     torch.manual_seed(5 + dist.get_rank())
     model = _Net(lr=0.05)
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -44,7 +44,11 @@ def _loop(early: bool = False) -> Run:
     shared = []
     for _ in range(2):
         for batch in loader:  # type: ignore[union-attr]
-            engine.backward(engine(engine.micro_steps, batch))
+            shown = batch[0] + torch.randn(5) * 0.1, *batch[1:]
+            loss = engine(engine.micro_steps, shown) * (1 + torch.rand(()))
+            engine.backward(loss)
+            if twice:
+                engine.backward(engine(engine.micro_steps, shown))
             if early:
                 engine.set_gradient_accumulation_boundary(True)
             engine.step()
@@ -54,7 +58,7 @@ def _loop(early: bool = False) -> Run:
     return told(model, (counted, shared, engine.module_state_dict()))
 
 
-def _fabric(early: bool = False) -> Run:
+def _fabric(early: bool = False, twice: bool = False) -> Run:
     os.environ.update(torchrun_env())
     torch.manual_seed(5 + dist.get_rank())
     strategy = FabricZeroStrategy(stage=3, virtual_ranks=6)
@@ -66,7 +70,13 @@ def _fabric(early: bool = False) -> Run:
     turns = 6 // dist.get_world_size()
     for _ in range(2):
         for number, batch in enumerate(loader):
-            fabric.backward(model(number // turns, batch))
+            shown = batch[0] + torch.randn(5) * 0.1, *batch[1:]
+            with torch.no_grad():
+                model(number // turns, shown)  # changes running averages
+            net.seen.pop()
+            fabric.backward(model(number // turns, shown) * (1 + torch.rand(())))
+            if twice:
+                fabric.backward(model(number // turns, shown))
             if early or (number + 1) % turns == 0:
                 fabric.clip_gradients(model, sgd, max_norm=0.1)
                 sgd.step()
@@ -82,14 +92,21 @@ def test_a_backward_is_a_micro_batch_of_a_round(pool: Pool, face: Callable[[], R
         assert runs[1][0].more[0] == (4, 8, 96, 24)
 
 
-def _too_early(face: Callable[[bool], Run]) -> str:
+def _refusal(face: Callable[..., Run], how: dict[str, bool]) -> str:
     with pytest.raises(ConfigError) as caught:
-        face(True)
+        face(**how)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("face", [_loop, _fabric])
-def test_a_step_inside_of_a_round_is_an_error(pool: Pool, face: Callable[[bool], Run]) -> None:
-    (text,) = pool.run(1, _too_early, face)
+def test_a_step_inside_of_a_round_is_an_error(pool: Pool, face: Callable[..., Run]) -> None:
+    (text,) = pool.run(1, _refusal, face, {"early": True})
     assert "reproducible.virtual_ranks=6" in text
     assert "was called after 1 of the 6 backwards" in text
+
+
+@pytest.mark.parametrize("face", [_loop, _fabric])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_backward_for_a_batch_is_an_error(pool: Pool, face: Callable[..., Run], ranks: int) -> None:
+    for text in pool.run(ranks, _refusal, face, {"twice": True}):
+        assert "reproducible.virtual_ranks=6: a second backward was called" in text

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor
 
-from tests.features.virtual_ranks.fits import COUNT, RANKS, Run, by_round, check, fit, full_weights, told
+from tests.features.virtual_ranks.fits import COUNT, RANKS, Batch, Module, Run, by_round, check, fit, full_weights, told
 from tests.features.virtual_ranks.logged import Logging, Told
 from tests.support.pool import Pool
 
@@ -55,3 +58,29 @@ def test_hooks_values_and_metrics_are_the_same_at_any_number_of_ranks(pool: Pool
         assert found_here == pytest.approx(want)
     assert logged["train step"] == pytest.approx(sum(losses[-COUNT:]) / COUNT)
     assert [call[4] for call in calls if call[0] == "end"] == [0, 1, 2] * 2, "callbacks are called once in a round"
+
+
+class Deciding(Module):
+    """Its schedule follows a value of each micro-batch that is not reduced."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("drawn", batch[1].mean(), on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.9, cooldown=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "drawn", "interval": "step"}}
+
+
+def _decided() -> tuple[int, float]:
+    """After how many epochs a fit has stopped, and the last learning rate."""
+    trainer = fit(Deciding(), callbacks=[EarlyStopping("drawn_epoch", patience=1)], max_epochs=8)
+    return trainer.current_epoch, trainer.optimizers[0].param_groups[0]["lr"]
+
+
+def test_decisions_follow_the_first_virtual_rank_where_values_are_not_reduced(pool: Pool) -> None:
+    (alone,) = pool.run(1, _decided)
+    assert pool.run(2, _decided) == [alone] * 2
+    assert alone[0] < 8, "the run was stopped"

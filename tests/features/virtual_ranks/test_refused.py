@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler
+from torchmetrics import MeanMetric
 
 from lt_zero import ConfigError
-from tests.features.virtual_ranks.fits import Batch, Module, fit
+from tests.features.virtual_ranks.fits import Batch, Module, Rows, fit
 from tests.features.virtual_ranks.logged import Logging
 from tests.support.pool import Pool
 
@@ -50,6 +53,40 @@ class _Reshapes(Module):
         return self.loss(batch)
 
 
+class _Draws(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = {"own": torch.Generator().manual_seed(1)}
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.loss(batch) * torch.rand((), generator=self.noise["own"])
+
+
+class _Drawing(Rows):
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> Batch:
+        rows, drawn, number = super().__getitem__(index)
+        return rows + float(self.random.random()), drawn, number
+
+
+class _DrawsData(Module):
+    def train_dataloader(self) -> Any:
+        return DataLoader(_Drawing(), batch_size=2)
+
+
+class _Lists(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.several = [MeanMetric()]
+
+
+class _Late(Module):
+    def on_train_start(self) -> None:
+        self.late = MeanMetric()
+
+
 def _message(module: Callable[[], Module], kwargs: dict[str, Any]) -> str:
     with pytest.raises((ConfigError, RuntimeError)) as caught:
         fit(module(), **kwargs)
@@ -63,6 +100,10 @@ CASES: dict[str, tuple[Callable[[], Module], dict[str, Any], str]] = {
     "compute": (_Computes, {}, "MeanMetric would be computed over all virtual ranks inside of a step"),
     "None": (_Skips, {}, "training_step returned None"),
     "a buffer of another shape": (_Reshapes, {}, "Buffer 'net.seen' got another shape"),
+    "a generator of the module": (_Draws, {}, "a step has drawn from _Draws.noise['own']"),
+    "a generator of the data": (_DrawsData, {}, "drawn with _Drawing (dataset).random"),
+    "metrics in a list": (_Lists, {}, "_Lists.several[0] is a MeanMetric"),
+    "a metric that is made late": (_Late, {}, "_Late.late is a MeanMetric"),
     "own buffers": (Module, {"config": {"broadcast_buffers": False}}, "broadcast_buffers=false"),
 }
 
@@ -76,3 +117,25 @@ def test_what_rounds_cannot_do_is_refused(pool: Pool) -> None:
     for (_, _, want), text in zip(CASES.values(), found, strict=True):
         assert want in text
         assert "virtual_ranks" in text
+
+
+class _Shuffles(Module):
+    """Keeps the generator of its loader, which makes copies of it."""
+
+    def train_dataloader(self) -> Any:
+        self.order = torch.Generator().manual_seed(1)
+        return DataLoader(
+            Rows(),
+            batch_size=2,
+            drop_last=True,
+            generator=self.order,
+            sampler=RandomSampler(Rows(), generator=self.order),
+        )
+
+
+def _fits() -> None:
+    fit(_Shuffles(), max_epochs=1, use_distributed_sampler=False)
+
+
+def test_a_generator_of_which_steps_draw_nothing_is_accepted(pool: Pool) -> None:
+    pool.run(1, _fits)

@@ -6,11 +6,15 @@ Note [Logged values]
     own, and nothing is reduced when a value is logged, since later turns have not logged theirs: values of the step are
     reduced at the end of the round, those of the epoch when Lightning asks for them. The ranks tell each other the
     values of all micro-batches then, and each adds them in the order of their numbers.
+
+    Callbacks and schedules decide by values that they name as their monitor, and Lightning asks all ranks for these
+    decisions: a rank that had a value of its own could stop a run, or choose another learning rate. So after each round
+    all ranks get rank 0's values of what is monitored and not reduced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -97,12 +101,17 @@ class TurnResults(_ResultCollection):
         for later in self.later:
             later.reset(metrics, fx)
 
-    def end_round(self) -> None:
-        """Reduce the values of the step. Collective, if there are any.
+    def end_round(self, monitored: Set[str] = frozenset()) -> None:
+        """Reduce the values of the step. Collective, if there are any, or any are ``monitored``.
+
+        Args:
+            monitored: names of values by which something is decided; the same on all ranks.
 
         Raises:
             RuntimeError: a micro-batch has not logged what others have.
         """
+        if monitored:
+            self._take_those_of_first(monitored)
         due, self.due = list(self.due), {}
         for later in self.later:
             later.batch = None
@@ -118,6 +127,26 @@ class TurnResults(_ResultCollection):
             metric._forward_cache = cache.to(metric.value.device)
             if not metric.meta.on_epoch:
                 metric.value = metric._forward_cache
+
+    def _take_those_of_first(self, monitored: Set[str]) -> None:
+        """Take rank 0's values of what is monitored, and not reduced over micro-batches. Collective."""
+        mine = {}
+        for key, metric in self.items():
+            if metric.is_tensor and key not in self.synced and monitored & self._names(metric):
+                mine[key] = metric.value, getattr(metric, "cumulated_batch_size", None), metric._forward_cache
+        for key, (value, count, cache) in self.rounds.of_first(mine, "monitored values").items():
+            if key not in mine:
+                continue
+            metric = self[key]
+            device = metric.value.device
+            metric.value = value.to(device)
+            if count is not None:
+                metric.cumulated_batch_size = count.to(device)
+            metric._forward_cache = cache.to(device) if cache is not None else None
+
+    def _names(self, metric: _ResultMetric) -> set[str]:
+        """The names under which callbacks find a value."""
+        return {name for on_step in (True, False) for name in self._forked_name(metric, on_step)}
 
     def sums(self) -> dict[str, Any]:
         """The sums of an epoch that are reduced over micro-batches, by their numbers. Lightning makes new ones."""

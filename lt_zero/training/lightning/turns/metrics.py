@@ -13,6 +13,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.held import held
 from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.core.rounds import Rounds
 
@@ -26,6 +27,7 @@ class MetricTurns:
 
     def __init__(self, module: nn.Module, rounds: Rounds) -> None:
         self._rounds = rounds
+        self._module = module
         named = [(name, child) for name, child in module.named_modules() if isinstance(child, Metric)]
         self._names = [name for name, _ in named]
         self._metrics = [child for _, child in named]
@@ -34,6 +36,26 @@ class MetricTurns:
         self.running = False  # whether a turn is
         for metric in self._metrics:
             _set_class(metric, _kind_of(type(metric), self))
+
+    def refuse_unknown(self) -> None:
+        """Refuse metrics that the module did not have when the run began, or has where it does not find them.
+
+        Raises:
+            ConfigError: names one.
+        """
+        known = {id(metric) for metric in self._metrics}
+        root = type(self._module).__name__
+        for path, child in self._module.named_modules():
+            name = f"{root}.{path}" if path else root
+            found = [(name, child)] if isinstance(child, Metric) else list(held(child, (Metric,), name))
+            for where, metric in found:
+                if id(metric) not in known:
+                    raise ConfigError.about(
+                        _KEY,
+                        f"{_KEY}={self._rounds.count}: {where} is a {type(metric).__name__}, whose states are kept for "
+                        "each virtual rank only if it is a child of the module when the run begins. Make it in "
+                        "__init__, as an attribute or in a torch.nn.ModuleList, ModuleDict or MetricCollection.",
+                    )
 
     def leave(self) -> None:
         """Let the metrics be what they were, with the states of the first turn."""

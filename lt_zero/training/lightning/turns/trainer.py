@@ -30,6 +30,7 @@ from lightning.pytorch.trainer import call as lightning_calls
 from torch import Tensor
 
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.held import OwnGenerators
 from lt_zero.core.data_part import split
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.rounds import Rounds
@@ -77,6 +78,11 @@ class TrainerTurns:
         rounds.follow(module, engine.peers)
         engine.buffers.leave_to_rounds()
         self._hooks = TurnHooks(module, [*starts, *ends])
+        named = [
+            (f"{type(module).__name__}.{name}" if name else type(module).__name__, m)
+            for name, m in module.named_modules()
+        ]
+        self._generators = OwnGenerators(named)
         self._metrics = MetricTurns(module, rounds)
 
     def _refuse(self) -> None:
@@ -125,6 +131,7 @@ class TrainerTurns:
         results = self._trainer._results
         if results is None or isinstance(results, TurnResults):
             return results
+        self._metrics.refuse_unknown()  # of a loop that begins
         found = TurnResults.watch(results, self._rounds)
         self._results.append(found)
         return found
@@ -140,14 +147,30 @@ class TrainerTurns:
         self._turn, self._metrics.running = turn, True
         if results is not None:
             results.turn = turn
+        states = self._generators.states()
         try:
             with self._rounds.turn(turn):
                 yield
+            self._refuse_draws(states)
         finally:
             if results is not None:
                 results.turn = None
             self._turn, self._metrics.running = None, False
             self._metrics.switch(0)
+
+    def _refuse_draws(self, before: list[Any]) -> None:
+        """Refuse draws of a turn from a generator of the module's own; ``before``: its states then.
+
+        Raises:
+            ConfigError: names the generator.
+        """
+        if (name := self._generators.drawn(before)) is not None:
+            raise ConfigError.about(
+                _KEY,
+                f"{_KEY}={self._rounds.count}: a step has drawn from {name}, which all micro-batches of this rank "
+                "share, so that its numbers depend on how many there are. Draw from the generators of torch, numpy or "
+                "Python, of which each virtual rank has states of its own.",
+            )
 
     def _call_module(self, name: str, *args: Any) -> Any:
         """Call a hook of the module in place of Lightning."""
@@ -193,7 +216,13 @@ class TrainerTurns:
     def _end_round(self) -> None:
         self._rounds.end_round()
         if (results := self._logged()) is not None:
-            results.end_round()
+            results.end_round(self._monitored())
+
+    def _monitored(self) -> set[str]:
+        """The names of logged values by which callbacks and schedules decide. The same on all ranks."""
+        trainer = self._trainer
+        owners = [*trainer.callbacks, *trainer.lr_scheduler_configs]  # type: ignore[attr-defined]
+        return {name for owner in owners if isinstance(name := getattr(owner, "monitor", None), str)}
 
     def _keep(self, kind: str, output: Any, batch: Any) -> None:
         """Keep what a hook at the end of batches gets."""
