@@ -38,10 +38,26 @@ from torch.nn import functional as F
 
 from lt_zero.core.comm.sequence import SequenceGroup
 from lt_zero.core.comm.world import World
+from lt_zero.core.division import Division
 from lt_zero.parallel import SequenceRanks, sequence_attention, to_zigzag
-from lt_zero.parallel.sequence.ranks import use
+from lt_zero.parallel.sequence.ranks import in_use
 
 CPU = torch.device("cpu")
+
+
+class Cut(Division):
+    """A run in which sequences are cut over ``ranks``; None: they are not cut. It lasts as long as this object."""
+
+    def __init__(self, ranks: SequenceRanks | None) -> None:
+        super().__init__()
+        self._ranks = ranks
+        self.begin(new=True)
+
+    @property
+    def row_ranks(self) -> SequenceRanks | None:
+        return in_use(self._ranks)
+
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 OURS = {
     "ulysses": ("ulysses", 1, False),
@@ -169,7 +185,7 @@ class Run:
     def step(self, name: str) -> float:
         """Seconds of forward and backward, of the slowest rank."""
         attend, zigzag, ranks = self.cases[name]
-        use(ranks)
+        self.run = Cut(ranks)
         x, grad = (self.part(each, zigzag) for each in (self.x, self.grad))
         x.requires_grad_()
         self.meet()
@@ -201,7 +217,7 @@ class Run:
     def memory(self, name: str) -> tuple[int, int, int, int]:
         """Bytes that are saved, the peak, bytes that are sent, and collectives."""
         attend, zigzag, ranks = self.cases[name]
-        use(ranks)
+        self.run = Cut(ranks)
         x, grad = (self.part(each, zigzag) for each in (self.x, self.grad))
         x.requires_grad_()
         traffic = Traffic()

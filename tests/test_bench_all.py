@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import re
 import subprocess
@@ -258,3 +260,26 @@ def test_shares_of_other_programs_and_the_hypervisor(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(bench_all.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(bench_all.psutil, "cpu_count", lambda: 2)
     assert bench_all.Watch().shares() == pytest.approx((0.1, 0.025))
+
+
+# ---- scripts that no test runs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples"])
+def test_what_scripts_import_of_the_package_is_there(folder: str) -> None:
+    lacking = []
+    for script in sorted((ROOT / folder).glob("*.py")):
+        for found in ast.walk(ast.parse(script.read_text())):
+            if not isinstance(found, ast.ImportFrom) or not (found.module or "").startswith("lt_zero."):
+                continue
+            assert found.module is not None
+            if not ROOT.joinpath(*found.module.split(".")).parent.is_dir():
+                continue  # the folder of a feature that is not installed
+            module = importlib.import_module(found.module)
+            lacking += [f"{script.name}: {found.module}.{name.name}" for name in found.names if not _has(module, name)]
+    assert lacking == []
+
+
+def _has(module: Any, name: ast.alias) -> bool:
+    place = Path(module.__file__).parent / name.name
+    return hasattr(module, name.name) or place.is_dir() or place.with_suffix(".py").is_file()

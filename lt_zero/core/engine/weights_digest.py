@@ -50,7 +50,15 @@ def weights_digest(module: nn.Module) -> str:
     engine.prepare_reading()
     for bucket in engine.buckets:
         bucket.edits.check(values=True)
-    return digest_of(engine)
+    found = digest_of(engine)
+    if not int(found, 16):  # as of weights that are all zeros
+        trained = torch.tensor(any(bucket.weights.trains for bucket in engine.buckets), device=engine.device)
+        if not engine.world.sum_all(trained.long(), "trained parameters").item():
+            raise ValueError(
+                f"lt_zero.weights_digest({type(module).__name__}): it trains no parameter. Call requires_grad_() of "
+                "those that are trained, before the module is sharded."
+            )
+    return found
 
 
 @torch.no_grad()
@@ -110,8 +118,9 @@ def _sums(values: Tensor, lo: int) -> tuple[Tensor, Tensor]:
 @lru_cache(maxsize=256)
 def _numbers(chunk: int, count: int, device: torch.device) -> Tensor:
     """Odd numbers (1D int64) that are drawn for the rows of a chunk; -1: for columns."""
-    generator = torch.Generator().manual_seed(chunk + 1)
-    drawn = torch.randint(-(1 << 62), 1 << 62, (count,), generator=generator, dtype=torch.int64)
+    # Whatever the default device is, as these are kept.
+    generator = torch.Generator("cpu").manual_seed(chunk + 1)
+    drawn = torch.randint(-(1 << 62), 1 << 62, (count,), generator=generator, dtype=torch.int64, device="cpu")
     return (drawn * 2 + 1).to(device)
 
 

@@ -6,7 +6,7 @@ kind    fields
 start   version, at (steps before), ranks, stage, mode, torch (its version)
 step    at (optimizer steps taken until then, the first is 1), digest (weights_digest.py)
 
-A run that is resumed goes on in the same file: of a step that was repeated the last line counts.
+A run that is resumed, or begins anew, goes on in the same file: later steps than that of its start do not count.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ def read_digests(folder: Path, number: int = 0) -> Digests:
                 steps[int(found["at"])] = str(found["digest"])
             elif found["kind"] == "start":
                 about = dict(found)
+                begun = int(found.get("at", 0))
+                steps = {step: digest for step, digest in steps.items() if step <= begun}
         except (ValueError, KeyError, TypeError) as error:
             raise DigestsError(f"{path}, line {count}: {error}. Remove the line.") from None
         if about.get("version") != VERSION:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero.core.engine.engine import Engine
-from lt_zero.core.engine.weights_digest import digest_of
+from lt_zero.core.engine.weights_digest import _numbers, digest_of
 from tests.support.features import skip_without
 from tests.support.models import Net
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of
@@ -96,3 +96,29 @@ def test_names_count_and_a_plain_module_is_refused() -> None:
     for module in (one, two):
         lt_zero.shard(module, {"zero_optimization": {"stage": 2}})
     assert lt_zero.weights_digest(one) != lt_zero.weights_digest(two)
+
+
+def _drawn_anew(module: nn.Module) -> str:
+    _numbers.cache_clear()
+    return lt_zero.weights_digest(module)
+
+
+def test_the_default_device_does_not_count() -> None:
+    model, _ = _sharded(2, {}, Large)
+    digest = _drawn_anew(model)
+    with torch.device("meta"):
+        assert _drawn_anew(model) == digest
+
+
+def test_a_module_that_trains_nothing_is_refused_and_zeros_are_not() -> None:
+    for trains in (True, False):
+        model = nn.Linear(3, 2).requires_grad_(trains)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        lt_zero.shard(model, config_of(2, RELEASE))
+        if trains:
+            assert int(lt_zero.weights_digest(model), 16) == 0
+            continue
+        with pytest.raises(ValueError, match=r"weights_digest\(Linear\): it trains no parameter\. Call requires_grad_"):
+            lt_zero.weights_digest(model)

@@ -104,13 +104,23 @@ def test_runs_without_a_common_step_are_refused() -> None:
     assert parting_of(_digests({1: "a", 2: "b"}), _digests({1: "c", 2: "b"})) == (None, 1, 2)
 
 
+def test_steps_that_a_later_start_has_left_behind_do_not_count(tmp_path: Path) -> None:
+    def lines_of(start: int, last: int, digest: str) -> list[dict[str, Any]]:
+        steps = [{"kind": "step", "at": step, "digest": digest} for step in range(start + 1, last + 1)]
+        return [{"kind": "start", "version": 1, "at": start}, *steps]
+
+    lines = [*lines_of(0, 6, "old"), *lines_of(0, 4, "first"), *lines_of(2, 3, "resumed")]
+    (tmp_path / "digests0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_digests(tmp_path).steps == {1: "first", 2: "first", 3: "resumed"}
+
+
 @pytest.mark.parametrize(
     ("lines", "error"),
     [
         ([], "has no step yet"),
         (['{"kind": "start", "version": 0}'], "is of version 0, and this package reads 1"),
-        (['{"kind": "start", "version": 1}', "[1]"], "line 2: "),
-        (['{"kind": "start", "version": 1}', '{"kind": "step", "at": "x", "digest": "a"}'], "line 2: "),
+        (['{"kind": "start", "version": 1, "at": 0}', "[1]"], "line 2: "),
+        (['{"kind": "start", "version": 1, "at": 0}', '{"kind": "step", "at": "x", "digest": "a"}'], "line 2: "),
     ],
 )
 def test_damaged_files_are_named(tmp_path: Path, lines: list[str], error: str) -> None:
