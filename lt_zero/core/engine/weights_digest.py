@@ -31,6 +31,8 @@ def weights_digest(module: nn.Module) -> str:
 
     It is of the master weights, after all steps so far, and is the same at any number of ranks, stage and offload if
     their bits, names, shapes and dtypes are. (Parts of tensors, of tensor parallelism, count as tensors of their own.)
+    While averaged weights take the place of those that are trained, as EMA's do in a validation, it is of the average.
+    Call it outside of ``lt_zero.gathered(module, write=True)``, at whose end changes count.
 
     Args:
         module: that is sharded, in a Trainer, Fabric, by ``lt_zero.initialize`` or ``lt_zero.shard``.

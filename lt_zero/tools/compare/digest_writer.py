@@ -85,6 +85,7 @@ class DigestWriter:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps = int(state["steps"])
+        self._begun = False  # a load in the middle of a run may go back: the next line is a start
 
     def remove(self) -> None:
         """End the file with the engine."""

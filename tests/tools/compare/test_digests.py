@@ -94,6 +94,33 @@ def _train_and_save(folder: str, path: str) -> None:
         trainer.save_checkpoint(path)
 
 
+def test_a_load_that_goes_back_leaves_later_steps_behind(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(1, _back, str(tmp_path))[0]
+    assert list(read_digests(tmp_path).steps.values()) == found
+
+
+def _back(folder: str) -> list[str]:
+    """The digests after two steps, and of one that is taken after a load, between which others have been taken."""
+    model = nn.Linear(5, 3)
+    with mock.patch.dict(os.environ, {DIGESTS: folder}):
+        engine = lt_zero.initialize(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            config={"train_micro_batch_size_per_gpu": 2},
+        )[0]
+    found = []
+    for step in range(5):
+        engine.backward(engine(torch.ones(2, 5) + step).square().mean())
+        engine.step()
+        if step < 2:
+            found.append(lt_zero.weights_digest(model))
+            engine.save_checkpoint(folder, tag="two")
+    engine.load_checkpoint(folder, tag="two")
+    engine.backward(engine(torch.zeros(2, 5)).square().mean())
+    engine.step()
+    return [*found, lt_zero.weights_digest(model)]
+
+
 def _digests(steps: dict[int, str]) -> Digests:
     return Digests("run", {}, steps)
 
