@@ -23,7 +23,7 @@ _KEY = "reproducible.virtual_ranks"
 
 
 class Reading:
-    """How far a script has read the batches of its rounds, and the random numbers that it draws from meanwhile."""
+    """Place of a script in the batches of its rounds, and the random numbers that it draws from meanwhile."""
 
     _of_rounds: WeakKeyDictionary[Rounds, Reading] = WeakKeyDictionary()
 
