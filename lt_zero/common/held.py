@@ -65,7 +65,7 @@ class OwnGenerators:
         return [_state(generator) for _, generator in self._known]
 
     def drawn(self, before: list[Any]) -> str | None:
-        """Name one whose state is not that of ``before``, which ``states`` has returned; None: there is none."""
+        """The name of one whose state is not that of ``before``, which ``states`` has returned; None: of none."""
         for (name, generator), state in zip(self._known, before, strict=True):
             if _state(generator) != state:
                 return name

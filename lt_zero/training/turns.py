@@ -23,7 +23,7 @@ _KEY = "reproducible.virtual_ranks"
 
 
 class Reading:
-    """Place of a script in the batches of its rounds, and the random numbers that it draws from meanwhile."""
+    """The place of a script in the batches of its rounds, and the random numbers that it draws from meanwhile."""
 
     _of_rounds: WeakKeyDictionary[Rounds, Reading] = WeakKeyDictionary()
 
@@ -35,7 +35,7 @@ class Reading:
 
     @classmethod
     def of(cls, rounds: Rounds) -> Reading:
-        """That of the script whose run has these rounds."""
+        """The one of the script whose run has these rounds."""
         return cls._of_rounds.setdefault(rounds, cls())
 
     @property

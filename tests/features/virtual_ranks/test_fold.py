@@ -166,6 +166,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
         Case(dtype=torch.bfloat16, keys={"data_types": {"grad_accum_dtype": "bf16"}}),
         "Set data_types.grad_accum_dtype=fp32",
     ),
+    "noise scale": (Case(keys={"gradient_noise_scale": True}), "gradient_noise_scale=true compares them between ranks"),
     "lamb": (Case(optimizer=lambda params: optim.Lamb(params)), "set zero_optimization.shard_along=parameter"),
     "torch's fused step": (Case(optimizer=_adam_of_torch, keys={"fused_step": False}), "pass fused=False to AdamW"),
     "borrowed": (Case(model=Borrowing), "Gradients of blocks.2 came after they were reduced"),
