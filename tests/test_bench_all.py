@@ -20,7 +20,7 @@ import scale
 from bench_rows import Group, LeftOut, Options, Row, groups, isas
 from measuring import Rounds, interleaved, ratio
 
-from tests.support.features import needs
+from tests.support.features import needs, needs_all
 from tests.support.paths import ROOT
 
 OPTIONS = Options(quick=False, deepspeed_python="", path=Path("/tmp"))
@@ -265,6 +265,7 @@ def test_shares_of_other_programs_and_the_hypervisor(monkeypatch: pytest.MonkeyP
 # ---- scripts that no test runs -----------------------------------------------------------------------------------
 
 
+@needs_all()
 @pytest.mark.parametrize("folder", ["benchmarks", "examples"])
 def test_what_scripts_import_of_the_package_is_there(folder: str) -> None:
     lacking = []
@@ -273,8 +274,6 @@ def test_what_scripts_import_of_the_package_is_there(folder: str) -> None:
             if not isinstance(found, ast.ImportFrom) or not (found.module or "").startswith("lt_zero."):
                 continue
             assert found.module is not None
-            if not ROOT.joinpath(*found.module.split(".")).parent.is_dir():
-                continue  # the folder of a feature that is not installed
             module = importlib.import_module(found.module)
             lacking += [f"{script.name}: {found.module}.{name.name}" for name in found.names if not _has(module, name)]
     assert lacking == []

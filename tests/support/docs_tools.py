@@ -93,6 +93,7 @@ _NAMES = {
     r"lt_zero\.attention": "sparse_attention",
     r"lt_zero\.(tiled|loss_head|TiledLinear)": "tiles",
     r"lt_zero(\.| import.*)EMA": "ema",
+    r"virtual_ranks": "virtual_ranks",  # also an argument of the strategies
     r"stage[23]_offload": "offload",  # options of the group zero_optimization
 }
 

@@ -148,7 +148,7 @@ def test_a_failing_probe_of_what_is_required(tmp_path: Path, monkeypatch: pytest
 def test_neither_the_command_nor_its_help_needs_torch() -> None:
     code = (
         "import sys, types; package = types.ModuleType('lt_zero'); sys.modules['lt_zero'] = package\n"
-        f"package.__path__ = [{str(Path(doctor.__file__).parent)!r}]\n"
+        f"package.__path__ = [{str(Path(doctor.__file__).parents[1])!r}]\n"
         "import lt_zero.cli, lt_zero.tools.doctor; print(sorted({'torch', 'lightning', 'psutil'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
