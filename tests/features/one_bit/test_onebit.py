@@ -20,6 +20,7 @@ from lt_zero.core.step.loss_scale import LossScaleController
 from lt_zero.exchange.error_feedback import FeedbackExchange
 from lt_zero.features.one_bit.feature import MOMENTA
 from lt_zero.optim import OneBitAdam, build_optimizer
+from tests.support.features import skip_without
 from tests.support.matrix import only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.nodes import NodePool
@@ -291,6 +292,7 @@ def test_an_interval_ends_before_weights_leave_the_engine(pool: Pool) -> None:
     ],
 )
 def test_contradictions_are_refused(keys: dict[str, Any], words: list[str]) -> None:
+    skip_without(keys)
     with pytest.raises(ConfigError) as caught:
         ZeroConfig.of({"optimizer": {"type": "OnebitAdam", "params": {"freeze_step": 5}}, **keys})
     for word in words:
