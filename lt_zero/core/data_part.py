@@ -14,8 +14,8 @@ _reading: list[tuple[int, int]] = []  # the part of the data that this process r
 def data_part() -> tuple[int, int]:
     """The number of the part of the data that is read now, and how many parts there are.
 
-    An iterable data set asks it in ``__iter__``, also in workers, and gives its part. Parts are those of data ranks.
-    With ``reproducible.virtual_ranks`` they are those of virtual ranks, of which one process may read several.
+    An iterable data set asks it in ``__iter__``, also in workers, and gives its part. Parts are those of data ranks or,
+    in a run with rounds (rounds.py), of their micro-batches, of which one process may read several.
 
     Raises:
         RuntimeError: there is no run that divides data, or this is a worker that was not forked in it.
@@ -25,8 +25,8 @@ def data_part() -> tuple[int, int]:
     if (run := current()) is not None and run.known is not None:
         return run.data_rank, run.data_ranks
     raise RuntimeError(
-        "data_part() is known while a loader is read in a run: call it in `__iter__` of the data set. In workers that "
-        'are not forked (multiprocessing_context="spawn") it is known with reproducible.virtual_ranks only.'
+        "data_part() is known while a loader is read in a run: call it in `__iter__` of the data set, and fork the "
+        'workers of the loader (multiprocessing_context="fork").'
     )
 
 

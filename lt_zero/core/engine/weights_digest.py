@@ -2,11 +2,12 @@
 
 Note [Sums of bits]
     A parameter, row-major, is read as rows of 1,024 elements, of which the last is filled with zeros. Its digest is two
-    sums modulo 2**64 of the elements' bits: in one the sum of each row is multiplied by a number that is drawn for the
-    row, in the other the sum of each column by one of the column. So an element's share depends on its place in the
-    parameter only, and ranks add up the shares of their pieces, whatever these are. A change of a single element always
-    changes both sums, and an exchange of two elements with different bits at least one. It is no protection against
-    somebody who wants two models with one digest.
+    sums modulo 2**64 of the elements' bits, in integers of at most 32 bits: in one the sum of each row is multiplied by
+    an odd number that is drawn for the row, in the other the sum of each column by one of the column. So an element's
+    share depends on its place in the parameter only, and ranks add up the shares of their pieces, whatever these are.
+    A change of a single element always changes both sums; other changes are missed with a chance of about 1 in 2**31.
+    In integers of 64 bits those of signs would be missed often: a sign alone would be a multiple of 2**63, which is
+    lost where it is multiplied by the difference of two odd numbers. The digest is no protection against an attacker.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.guard import owner_of
 
-_ROW = 1024  # elements; a multiple of 8, so that a row is a number of words of 8 bytes in any dtype
+_ROW = 1024  # elements
 _CHUNK = 256  # rows that are copied at a time: 1 MB of fp32
 
 
@@ -97,7 +98,8 @@ def _shares(bucket: Bucket) -> Tensor:
 
 def _sums(values: Tensor, lo: int) -> tuple[Tensor, Tensor]:
     """The two sums (0D int64) of elements (1D) [lo, lo + n) of a parameter. See Note [Sums of bits]."""
-    words = _ROW * values.element_size() // 8
+    integers = {1: torch.int8, 2: torch.int16}.get(values.element_size(), torch.int32)
+    words = _ROW * values.element_size() // integers.itemsize
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     columns = torch.zeros(words, dtype=torch.int64, device=values.device)
     hi = lo + values.numel()
@@ -110,10 +112,10 @@ def _sums(values: Tensor, lo: int) -> tuple[Tensor, Tensor]:
         last = -(-end // _ROW)
         whole = values.new_zeros((last - first) * _ROW)
         whole[begin - first * _ROW : end - first * _ROW] = values[begin - lo : end - lo]
-        bits = whole.view(torch.int64).view(last - first, words)
+        bits = whole.view(integers).view(last - first, words)
         drawn = _numbers(chunk, _CHUNK, values.device)[first - chunk * _CHUNK : last - chunk * _CHUNK]
-        total += (bits.sum(1) * drawn).sum()
-        columns += bits.sum(0)
+        total += (bits.sum(1, dtype=torch.int64) * drawn).sum()
+        columns += bits.sum(0, dtype=torch.int64)
     return total, (columns * _numbers(-1, words, values.device)).sum()
 
 

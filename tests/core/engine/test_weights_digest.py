@@ -72,17 +72,27 @@ def _changed(kind: str) -> list[str]:
             bits[257_111] ^= 1
         elif kind == "the sign of zero":
             table[3] = 0.0
+        elif kind == "opposite neighbours that changed places":
+            # In one row, in the upper half of words: their bits differ in the sign alone.
+            table[3] = 0.25
+            table[5] = -0.25
         else:
             table[[5, 270_000]] = table[[270_000, 5]]
     found.append(digest_of(engine))
-    if kind == "the sign of zero":
+    again = {"the sign of zero": (-0.0,), "opposite neighbours that changed places": (-0.25, None, 0.25)}.get(kind, ())
+    if again:
         with lt_zero.gathered(model, write=True), torch.no_grad():
-            model.table.weight.view(-1)[3] = -0.0
+            for place, value in enumerate(again, start=3):
+                if value is not None:
+                    model.table.weight.view(-1)[place] = value
         found.append(digest_of(engine))
     return found
 
 
-@pytest.mark.parametrize("kind", ["one bit", "the sign of zero", "two elements that changed places"])
+@pytest.mark.parametrize(
+    "kind",
+    ["one bit", "the sign of zero", "two elements that changed places", "opposite neighbours that changed places"],
+)
 def test_every_change_shows(pool: Pool, kind: str) -> None:
     digests = pool.run(2, _changed, kind)[0]
     assert len(set(digests)) == len(digests)
