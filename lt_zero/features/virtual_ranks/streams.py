@@ -18,7 +18,9 @@ from typing import Any
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.random_states import RandomStates
 
-COMPUTE, DATA, ORDER = "compute", "data", "order"
+COMPUTE = "compute"
+DATA = "data"
+ORDER = "order"
 _KINDS = (COMPUTE, DATA, ORDER)
 States = dict[tuple[str, int], RandomStates]  # by kind, and number of the virtual rank
 
