@@ -1,9 +1,10 @@
-"""The features beside an engine, and the numbers that they measure of it."""
+"""The features and states beside an engine, and the numbers that features measure of it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.feature import Feature, Handle, PlaceInRun, Restorable
@@ -104,13 +105,40 @@ def figures_of(engine: Engine) -> list[Figure]:
     return [follower.handle for follower in followers(engine) if isinstance(follower.handle, Figure)]
 
 
-def states_of(engine: Engine) -> dict[str, Restorable]:
-    """The states of an engine's features, by their names; without those that have not begun: nothing was trained.
+@runtime_checkable
+class OfAllRanks(Protocol):
+    """A state of checkpoints of which each rank needs what all ranks had. Others are ``Restorable``."""
+
+    def state_dict(self) -> Any:
+        """The value of this rank, as for ``Restorable``, without fragments."""
+
+    def load_of_ranks(self, states: Sequence[Any], /) -> object:
+        """Go on with the values of all ranks that saved: these may have been more or fewer. Not collective."""
+
+
+class StateBeside:
+    """A state of checkpoints that a face has beside an engine, which has this in its ``handles``.
+
+    Args:
+        name: that no feature's state has.
+        state: is saved, and loaded by runs that have one of this name.
+    """
+
+    def __init__(self, name: str, state: Restorable | OfAllRanks) -> None:
+        self.name = name
+        self.state = state
+
+    def remove(self) -> None:
+        """End it with the engine."""
+
+
+def states_of(engine: Engine) -> dict[str, Restorable | OfAllRanks]:
+    """The states beside an engine, by their names; without those of features that have not begun: nothing was trained.
 
     Raises:
         ValueError: two features have a state of one name.
     """
-    found: dict[str, Restorable] = {}
+    found: dict[str, Restorable | OfAllRanks] = {}
     for follower in followers(engine):
         if not follower.has_state:
             continue
@@ -121,4 +149,4 @@ def states_of(engine: Engine) -> dict[str, Restorable]:
                 "one."
             )
         found |= mine
-    return found
+    return found | {beside.name: beside.state for beside in engine.handles if isinstance(beside, StateBeside)}

@@ -6,17 +6,20 @@ Note [Turns of a loop]
     backward. From the batch to the end of its backward all draws are from the random numbers of the micro-batch: how
     often a process draws there depends on how many of a round it runs. Later draws are from those that all ranks share.
     Each micro-batch begins with the buffers of the round. A step is due after a whole number of rounds.
+    Checkpoints have the random numbers of all micro-batches and the shared ones, as they are between two turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.random_states import RandomStates
 from lt_zero.core.engine.engine import Engine
+from lt_zero.core.followers import StateBeside
 from lt_zero.core.rounds import Rounds
 
 _KEY = "reproducible.virtual_ranks"
@@ -31,6 +34,7 @@ class Reading:
         self._passes = 0  # over loaders, that have begun and not ended
         self._unused = 0  # batches that were given in them, and had no backward
         self._inside = ExitStack()
+        self._turn: int | None = None  # that the process draws from; None: it draws from shared random numbers
         self._reader: object = None  # the pass that has given the batch of the present turn
 
     @classmethod
@@ -51,15 +55,31 @@ class Reading:
 
     def enter(self, rounds: Rounds, turn: int, reader: object) -> None:
         """A pass, ``reader``, gives the batch of a turn: draw from its random numbers from now on."""
-        self._inside.close()
-        self._inside.enter_context(rounds.turn(turn))
+        self._enter(rounds, turn)
         self._reader = reader
         self._unused += 1
+
+    def _enter(self, rounds: Rounds, turn: int) -> None:
+        self._inside.close()
+        self._inside.enter_context(rounds.turn(turn))
+        self._turn = turn
 
     def leave(self, reader: object = None) -> None:
         """Draw from shared random numbers again; ``reader``: only if this pass has given the last batch."""
         if reader is None or reader is self._reader:
             self._inside.close()
+            self._turn = None
+
+    @contextmanager
+    def left(self, rounds: Rounds) -> Iterator[None]:
+        """Context in which the process draws from shared random numbers, also between a batch and its backward."""
+        turn = self._turn
+        self.leave()
+        try:
+            yield
+        finally:
+            if turn is not None:
+                self._enter(rounds, turn)
 
     def end(self) -> None:
         """A pass is over."""
@@ -82,6 +102,31 @@ class Reading:
         self._unused -= 1
 
 
+class DrawsOfLoop:
+    """The random numbers of a script, in its checkpoints: those that ranks share, and those of all micro-batches."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+        self._reading = Reading.of(rounds)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Those that ranks share, and those of this rank's micro-batches, as plain containers and tensors."""
+        with self._reading.left(self._rounds):
+            return {"shared": RandomStates.now().state_dict(), "rounds": self._rounds.packed(self._rounds.now())}
+
+    def load_of_ranks(self, states: Sequence[Any]) -> None:
+        """Go on with those of a run of any number of ranks.
+
+        Raises:
+            CheckpointError: some are missing, or damaged.
+        """
+        where = "random states of micro-batches"
+        shared = RandomStates.of(states[0]["shared"], where)
+        self._rounds.set(self._rounds.unpacked([state["rounds"] for state in states], where))
+        self._reading.leave()
+        shared.apply()
+
+
 class StepTurns:
     """Counts the turns of the model that a script trains. Collective.
 
@@ -100,6 +145,7 @@ class StepTurns:
         self._reading.leave()
         rounds.begin(anew=True)
         rounds.follow(engine.root, engine.peers)
+        engine.handles.append(StateBeside("random_states_of_loop", DrawsOfLoop(rounds)))
         engine.buffers.leave_to_rounds()
         engine.before_backward.append(self._begin_backward)
         engine.after_backward.append(self._end_backward)

@@ -8,7 +8,8 @@ Note [Buffers of each rank]
 Note [States of features]
     What features save (``Feature.states``) has two parts, both by the prefix of the engine and the name of the state:
     ``values`` of rank 0, with fragments, and ``of_ranks`` as values_of_ranks.py finds them. There is no entry without
-    such a feature. A state whose feature is not there is left alone, and a warning names it.
+    such a feature. A state whose feature is not there is left alone, and a warning names it. A state that is
+    ``OfAllRanks`` gets the values of all ranks that saved, whatever their number.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lt_zero.core.engine.averaged_weights import average_of
 from lt_zero.core.engine.buffers import digests
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.lazy_tensor import Fragment, whole
-from lt_zero.core.followers import states_of
+from lt_zero.core.followers import OfAllRanks, states_of
 
 # Keys in a Lightning checkpoint.
 RESIDUALS = "gradient_compression"
@@ -140,12 +141,19 @@ def load_feature_states(engine: Engine, state: Mapping[str, Any], prefix: str = 
     """Let the engine's features go on with what ``feature_states`` of any number of ranks has returned."""
     from lt_zero.checkpoint.native.values_of_ranks import OF_RANKS, own_values
 
-    values = own_values(engine.world, state["values"], state.get(OF_RANKS, {}))
-    mine = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+    saved_values: dict[str, Any] = dict(state["values"])
+    of_ranks: dict[str, list[Any]] = dict(state.get(OF_RANKS, {}))
     known = states_of(engine)
-    for name, saved in known.items():
-        if name in mine:
-            saved.load_state_dict(mine[name])
+    for name, kept in known.items():
+        key = prefix + name
+        if isinstance(kept, OfAllRanks) and key in saved_values:
+            value = saved_values.pop(key)
+            kept.load_of_ranks(of_ranks.pop(key, [value]))
+    values = own_values(engine.world, saved_values, of_ranks)
+    mine = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+    for name, kept in known.items():
+        if name in mine and not isinstance(kept, OfAllRanks):
+            kept.load_state_dict(mine[name])
     if (others := [name for name in mine if name not in known]) and engine.world.rank == 0:
         log.warning(
             "The checkpoint has states of features that this run does not have: %s. They are left out. To go on with "

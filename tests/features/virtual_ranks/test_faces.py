@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import lt_zero
 from lt_zero import ConfigError, FabricZeroStrategy
+from lt_zero.core.followers import states_of
 from tests.features.virtual_ranks.fits import RANKS, Module, Rows, Run, check, told
 from tests.support.lightning_tools import torchrun_env
 from tests.support.pool import Pool
@@ -41,11 +42,13 @@ def _loop(early: bool = False, twice: bool = False) -> Run:
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     engine, _, loader, _ = lt_zero.initialize(model=model, optimizer=sgd, training_data=Rows(), config=CONFIG)
     engine.train()
-    shared = []
+    shared: list[Any] = []
     for _ in range(2):
         for batch in loader:  # type: ignore[union-attr]
             shown = batch[0] + torch.randn(5) * 0.1, *batch[1:]
             loss = engine(engine.micro_steps, shown) * (1 + torch.rand(()))
+            # As a save does here, which leaves the numbers of the micro-batch for a moment.
+            saved = states_of(engine.engine)["random_states_of_loop"].state_dict()
             engine.backward(loss)
             if twice:
                 engine.backward(engine(engine.micro_steps, shown))
@@ -54,6 +57,7 @@ def _loop(early: bool = False, twice: bool = False) -> Run:
             engine.step()
             if engine.is_gradient_accumulation_boundary():
                 shared.append(torch.rand(()).item())
+                shared.append(saved["shared"])
     counted = engine.global_steps, engine.micro_steps, engine.global_samples, engine.train_batch_size()
     return told(model, (counted, shared, engine.module_state_dict()))
 
