@@ -81,10 +81,14 @@ def _same(one: Any, two: Any) -> bool:
 
 
 def after(values: Values, steps: int) -> Values:
-    """Of the values of a whole run, those that one has, too, that goes on after so many steps."""
-    done = [name for name in values if name.endswith(": steps") and values[name] <= steps]
-    before = {name.removesuffix(": steps") for name in done}
-    last = max((_epoch(name) for name in done), default=0)
+    """Of the values of a whole run, those that one has, too, that goes on after so many steps.
+
+    The checkpoint is saved in the round that ends the last of these steps. Rounds that follow may end no step.
+    """
+    counts = {name.removesuffix(": steps"): count for name, count in values.items() if name.endswith(": steps")}
+    saved = next((place for place, count in counts.items() if count == steps), None)
+    before = {place for place, count in counts.items() if count < steps or place == saved}
+    last = max(map(_epoch, before), default=0)
     left = {name: value for name, value in values.items() if name.partition(": ")[0] not in before}
     return {name: value for name, value in left.items() if _epoch(name) >= last}
 
