@@ -67,6 +67,7 @@ _SHOWN = 2  # frames of an error that follows from another rank's
 _FILES_KEPT = 5  # files with tracebacks of one rank
 _DEEPEST = 3  # frames of PACKAGES that are shown below the user's
 _LONGEST = 300  # characters of an error in one line
+_TAKEN_BACK = "taken back"  # in place of the report of a rank that runs again
 # A name begins where no other one is: else each character of a long word would be tried, with all that follow it.
 _NAME = r"(?:'[^']+'|(?<![\w.])\w+(?:\.\w+)+)"
 _NAMES = re.compile(rf"({_NAME})(?:, {_NAME})+")
@@ -100,7 +101,7 @@ class EndedRanks:
     """The ends of the ranks of one group.
 
     Args:
-        store: store of the group; ``wake``: wakes up the threads that read it.
+        store: store of the group.
         ranks: the global ranks; ``host``: a gloo group over them.
         watch: the state of this rank's collectives.
 
@@ -180,7 +181,8 @@ class EndedRanks:
 
     def _take_back(self) -> None:
         if self.posted:
-            self._store.delete_key(str(self._rank))
+            # Not deleted: another rank may have seen the key, and would wait for it until the store's timeout.
+            self._store.set(str(self._rank), _TAKEN_BACK)
         self.posted = False
         self._told = 0
         self._scope = None
@@ -225,7 +227,7 @@ class EndedRanks:
                 ended = {self._rank, *self.ended()}
                 if self._store.add(f"heard/{self._told}", 0) + len(ended) >= self._world:
                     return
-                if self._store.check([str(rank) for rank in range(self._world) if rank not in ended]):
+                if all(self.of(rank) is not None for rank in range(self._world) if rank not in ended):
                     return  # the same error on all ranks, say
                 time.sleep(0.1)
 
@@ -278,10 +280,13 @@ class EndedRanks:
         return None
 
     def of(self, rank: int) -> End | None:
-        """The report of ``rank`` about its end; None if it has written none."""
+        """The report of ``rank`` about its end; None if it has written none, or has taken it back."""
         if not self._store.check([str(rank)]):
             return None
-        end = self._known[rank] = _parsed(self._store.get(str(rank)))[1]
+        message = self._store.get(str(rank))
+        if message == _TAKEN_BACK.encode():
+            return None
+        end = self._known[rank] = _parsed(message)[1]
         return end
 
     def remember_server(self) -> None:

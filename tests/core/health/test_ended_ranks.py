@@ -264,6 +264,25 @@ def test_an_error_stays_until_the_others_have_ended_the_run(monkeypatch: pytest.
     assert first.error() is None
 
 
+def test_an_error_that_is_taken_back_while_it_is_read_holds_no_rank_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waited in the store until its timeout could neither answer others nor end a wait for them."""
+    monkeypatch.setattr(EndedRanks, "has_ended", lambda self, rank: False)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=0.1))
+    first, failed = (EndedRanks(store, [0, 1], rank, mock.Mock(), CollectiveMonitor()) for rank in range(2))
+    failed.tell(True, "ValueError: broken on purpose")
+    assert first.of(1) is not None
+    plain = first._store
+
+    def check(keys: list[str]) -> bool:
+        found = plain.check(keys)
+        failed.begin("run")  # the other rank goes on between the look for its report and the reading of it
+        return found
+
+    first._store = mock.Mock(check=check, get=plain.get)
+    assert first.of(1) is None
+
+
 def test_no_rank_waits_for_those_that_came_through_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank may fail alone, after the last collective: once it has caught the error, all waited for it in vain."""
     monkeypatch.setattr(EndedRanks, "has_ended", lambda self, rank: False)
