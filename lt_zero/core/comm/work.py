@@ -46,6 +46,8 @@ _SLICE = 0.5  # seconds
 _ASK = 5.0  # seconds at most between two questions, each a message that stays in the peer's queue
 _REMEMBERED = 4096  # launches that are kept per channel, for messages
 POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}  # do not need this rank
+# Bound once: two threads that ask torch for an operator at the same time may each make one.
+_WAITS_OF_LAYERS = (torch.ops._c10d_functional.wait_tensor, torch.ops._c10d_functional.wait_tensor.default)
 _FACTOR = 0x01000193  # of the checksum; odd, so that multiplication loses no bits
 
 
@@ -312,8 +314,11 @@ def collective_of(frame: FrameType) -> list[int] | None:
 
 def in_layer(frame: FrameType) -> bool:
     """True if a frame waits for a functional collective, as layers launch them. Such a collective has no group."""
-    called = frame.f_locals.get("self") if frame.f_code.co_filename == torch._ops.__file__ else None
-    return str(called).startswith("_c10d_functional.wait_tensor")
+    if frame.f_code.co_filename != torch._ops.__file__:
+        return False
+    # The frame may be of another thread, which is about to make this operator: it is compared, and not read.
+    called = frame.f_locals.get("self")
+    return any(called is wait for wait in _WAITS_OF_LAYERS)
 
 
 def in_collective(error: BaseException) -> bool:

@@ -119,6 +119,7 @@ log = logging.getLogger(__name__)
 _STORE_TIMEOUT = timedelta(seconds=20)
 _END_PATIENCE = 1.0  # seconds to wait for a closed connection
 _LONGEST_PAUSE = 0.1  # seconds between two looks for ranks that end
+_MOST_FAILED = 10  # polls in a row
 _RAREST_QUESTION = 30.0  # seconds between two questions about a wait that has lasted for minutes
 _logged: list[str] = []  # verdicts; several groups of this process may come to the same
 
@@ -579,6 +580,11 @@ class _Reporter:
         """True if the store must be left alone: its client would log pages after the error that names the rank."""
         return self._ends.server_gone
 
+    @property
+    def store_is_removed(self) -> bool:
+        """True if the file of the store was removed."""
+        return _is_removed(self._store)
+
     def read_verdict(self) -> bool:
         """Update the verdict; returns whether there is one."""
         if self._watch.verdict is None and self._store.check(["verdict"]):
@@ -865,16 +871,44 @@ class RollCall(threading.Thread):
         super().__init__(name="lt_zero-roll-call", daemon=True)
         self._reporter, self._agreement = reporter, agreement
         self._stop_asked, self._pid = threading.Event(), os.getpid()
+        self._failed = 0  # polls in a row
 
     def run(self) -> None:
         try:
             with self._reporter.listening():
                 while not self._stop_asked.wait(self._reporter.interval) and not self._reporter.server_gone:
-                    self._agreement.poll()
-                    if self._reporter.poll():
+                    if self._poll():
                         return
         except RuntimeError as error:  # the process that serves the store has ended
             log.debug("No more roll calls: %s", error)
+
+    def _poll(self) -> bool:
+        """Poll; returns whether the thread ends. It looks into other threads while they run, so a poll may fail.
+
+        Without this thread all ranks might wait for this one, and for each other, until a timeout.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        try:
+            self._agreement.poll()
+            ended = self._reporter.poll()
+        except Exception as error:
+            if isinstance(error, dist.DistError) or self._reporter.store_is_removed:
+                raise RuntimeError(str(error)) from error
+            self._failed += 1
+            log.debug("A poll of the hang detection failed.", exc_info=True)
+            if self._failed < _MOST_FAILED:
+                return False
+            log.warning(
+                "The hang detection of this process has ended by an error of its own: %s: %s. Ranks that wait for each"
+                " other are no longer found before the timeout of collectives. Please report this.",
+                type(error).__name__,
+                error,
+            )
+            return True
+        self._failed = 0
+        return ended
 
     def stop(self) -> None:
         """End and join the thread. No-op in a forked child."""

@@ -540,6 +540,54 @@ def test_a_store_whose_process_has_ended_is_left_alone(
     assert reporter._store.add("listening", 0) == told
 
 
+def _roll_call(monkeypatch: pytest.MonkeyPatch, store: Any, results: Any) -> mock.Mock:
+    """Run a thread that answers other ranks; returns its polls, which have a mock's ``results`` as side effects."""
+    reporter, ends = object.__new__(hang_detection._Reporter), mock.Mock(server_gone=False)
+    reporter._store, reporter._ends, reporter.interval = store, ends, 0.0
+    monkeypatch.setattr(reporter, "poll", polls := mock.Mock(side_effect=results))
+    hang_detection.RollCall(reporter, mock.Mock()).run()
+    return polls
+
+
+def test_a_poll_that_fails_does_not_end_the_thread(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It looks into other threads while they run. Nobody would find that this rank is waited for in vain."""
+    some = [AttributeError("not made yet"), RuntimeError("dictionary changed size during iteration")] * 4
+    results = [*some, False, *some, True]
+    polls = _roll_call(monkeypatch, dist.HashStore(), results)  # type: ignore[attr-defined]
+    assert polls.call_count == len(results)
+    assert not caplog.records
+
+
+def test_hang_detection_that_fails_again_and_again_tells_that_it_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = AttributeError("no such name")
+    polls = _roll_call(monkeypatch, dist.HashStore(), [error] * 50)  # type: ignore[attr-defined]
+    assert 1 < polls.call_count < 50
+    (record,) = caplog.records
+    assert "hang detection of this process has ended by an error of its own: AttributeError: no such name" in (
+        record.getMessage()
+    )
+
+
+def test_the_thread_ends_with_its_store(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    gone = dist.DistError("the process that serves the store has ended")
+    assert _roll_call(monkeypatch, dist.HashStore(), [gone]).call_count == 1  # type: ignore[attr-defined]
+    removed = dist.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
+    removed.add("first", 1)
+
+    def poll() -> bool:
+        (tmp_path / "store").unlink()
+        raise RuntimeError("open: No such file or directory")
+
+    assert _roll_call(monkeypatch, removed, poll).call_count == 1
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("follows", [True, False])
 def test_nothing_polls_the_store_after_the_error_of_another_rank_is_told(
     monkeypatch: pytest.MonkeyPatch, follows: bool

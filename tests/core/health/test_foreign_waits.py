@@ -28,7 +28,7 @@ from torch.distributed import _functional_collectives as functional
 
 import lt_zero
 from lt_zero import FabricZeroStrategy
-from lt_zero.core.comm.work import CALL, CollectiveId
+from lt_zero.core.comm.work import CALL, CollectiveId, in_layer
 from lt_zero.core.comm.world import World
 from lt_zero.core.health import foreign_waits
 from lt_zero.core.health.awaited_works import work_awaited
@@ -458,6 +458,20 @@ def test_two_runs_that_wait_for_each_other(pool: Pool) -> None:
     assert "and not on rank 1, which waits in `save_checkpoint` of another engine (" in first
     assert "`save_checkpoint` was called on rank 1 (" in second
     assert "and not on rank 0, which waits in `export` of another engine (" in second
+
+
+def test_an_operator_that_another_thread_is_about_to_make_is_no_wait() -> None:
+    """It has no attributes yet: reading one has ended the thread that answers other ranks, and they waited for ever."""
+
+    class Unmade(torch._ops.OpOverloadPacket):
+        def __str__(self) -> str:
+            raise AttributeError("_qualified_op_name")
+
+    operator = object.__new__(Unmade)
+    scope: dict[str, Any] = {"sys": sys}
+    exec(compile("def call(self):\n    return sys._getframe()", torch._ops.__file__, "exec"), scope)
+    assert not in_layer(scope["call"](operator))
+    assert in_layer(scope["call"](torch.ops._c10d_functional.wait_tensor))
 
 
 def test_a_group_that_counts_no_launches_ends_no_thread() -> None:
