@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.common.compat import DispatchMode
+from lt_zero.common.compat.of_dispatch import DispatchMode
 from lt_zero.common.tensor_tree import iter_tensors
 
 

@@ -64,6 +64,7 @@ KNOW_LIGHTNING = {
     "ray",
     "common/compat/of_lightning",
     "common/compat/of_lightning_loops",
+    "common/compat/of_lightning_results",
     "common/compat/of_loggers",
 }
 COLLECTIVES = (
@@ -89,7 +90,7 @@ OF_TORCH = {"data", "training", "state", "tensor"}
 OTHERS = {
     ("checkpoint/upload", "self._stream.closed"),
     ("common/compat/of_lightning", "child._dtype"),
-    ("common/compat/of_lightning_loops", "meta.sync"),
+    ("common/compat/of_lightning_results", "meta.sync"),
     ("deepspeed/huggingface", "optimizer.optimizer"),
     ("training/loop/engine", "self.session.loss_scale"),
     ("core/step/sharded_optimizer", "on_fragments.narrows"),

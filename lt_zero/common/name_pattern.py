@@ -11,7 +11,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from lt_zero.common.compat import parsed_pattern
+from lt_zero.common.compat.of_python import parsed_pattern
 
 _LONGEST = 1000  # characters of a pattern; those of real files have less than a hundred
 _DEEPEST = 30  # brackets in brackets

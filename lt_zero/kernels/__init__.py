@@ -20,20 +20,6 @@ from lt_zero.kernels.flat import (
     take_edits,
     take_edits_reference,
 )
-from lt_zero.kernels.steps import (
-    adagrad_step,
-    adagrad_step_reference,
-    adam_step,
-    adam_step_reference,
-    lamb_apply,
-    lamb_apply_reference,
-    lamb_update,
-    lamb_update_reference,
-    lion_step,
-    lion_step_reference,
-    sgd_step,
-    sgd_step_reference,
-)
 
 if TYPE_CHECKING:
     from lt_zero.kernels.blocks import (
@@ -60,8 +46,14 @@ if TYPE_CHECKING:
         select_topk_reference,
         topk_max_nbytes,
     )
+    from lt_zero.kernels.steps.adagrad import adagrad_step, adagrad_step_reference
+    from lt_zero.kernels.steps.adam import adam_step, adam_step_reference
+    from lt_zero.kernels.steps.lamb import lamb_apply, lamb_apply_reference, lamb_update, lamb_update_reference
+    from lt_zero.kernels.steps.lion import lion_step, lion_step_reference
+    from lt_zero.kernels.steps.sgd import sgd_step, sgd_step_reference
 
-# Imported when they are first used, by their modules: a run that compresses and rounds nothing uses none of them.
+# Imported when they are first used, by their modules: a run uses the steps of one optimizer, and most runs compress and
+# round nothing.
 _LATER = {
     "lt_zero.kernels.blocks": (
         *("dequantize", "dequantize_sum", "dequantize_sum_reference"),
@@ -77,6 +69,11 @@ _LATER = {
         *("select_topk", "select_topk_reference", "topk_max_nbytes"),
     ),
     "lt_zero.kernels.rounding": ("round_stochastic", "round_stochastic_reference"),
+    "lt_zero.kernels.steps.adagrad": ("adagrad_step", "adagrad_step_reference"),
+    "lt_zero.kernels.steps.adam": ("adam_step", "adam_step_reference"),
+    "lt_zero.kernels.steps.lamb": ("lamb_apply", "lamb_apply_reference", "lamb_update", "lamb_update_reference"),
+    "lt_zero.kernels.steps.lion": ("lion_step", "lion_step_reference"),
+    "lt_zero.kernels.steps.sgd": ("sgd_step", "sgd_step_reference"),
 }
 
 __all__ = [

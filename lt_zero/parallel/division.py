@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lt_zero.common.compat import before_distribution
+from lt_zero.common.compat.of_distributed_tensors import before_distribution
 from lt_zero.common.transformers_models import warn_of_caches
 from lt_zero.config import ZeroConfig
 from lt_zero.core.comm.shard_group import ShardGroup

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import Parameter
 
 from lt_zero.common.boxes import Box, ParamSpec
-from lt_zero.common.compat import local_tensor, replace_tensor, set_local_tensor, without_torch_function
+from lt_zero.common.compat import replace_tensor, without_torch_function
+from lt_zero.common.compat.of_distributed_tensors import local_tensor, set_local_tensor
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.norms import VectorNorm
 from lt_zero.common.tensor_tree import map_tensors

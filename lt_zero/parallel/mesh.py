@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 
 from lt_zero.common import accelerator
-from lt_zero.common.compat import forget_meshes
+from lt_zero.common.compat.of_distributed_tensors import forget_meshes
 from lt_zero.common.console import RunConsole
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.units import format_bytes

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lt_zero.common.compat import await_collective
+from lt_zero.common.compat.of_distributed_tensors import await_collective
 from lt_zero.parallel.local import mark_partial
 
 

@@ -26,7 +26,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from lt_zero.common.compat import DispatchMode, announce_device, in_running_backward, without_values
+from lt_zero.common.compat import announce_device, in_running_backward
+from lt_zero.common.compat.of_dispatch import DispatchMode, without_values
 from lt_zero.common.tensor_tree import iter_tensors, map_tensors
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import dtype_policy, resolve_mode

@@ -30,14 +30,13 @@ from lt_zero.checkpoint.native.load import (
     rounded_weights,
     stepped,
 )
+from lt_zero.checkpoint.native.load_rank_state import load_feature_states, load_rank_buffers
 from lt_zero.checkpoint.native.load_states import load_full_optimizer_state
 from lt_zero.checkpoint.native.pieces import on_all_ranks
 from lt_zero.checkpoint.native.rank_state import (
     FEATURES,
     RANK_BUFFERS,
     RESIDUALS,
-    load_feature_states,
-    load_rank_buffers,
 )
 from lt_zero.checkpoint.native.residuals import load_residuals
 from lt_zero.checkpoint.native.save import TRAINED_WEIGHTS

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.common import accelerator
-from lt_zero.common.compat import is_compiled
+from lt_zero.common.compat.of_compile import is_compiled
 from lt_zero.core.engine.averaged_weights import AveragedWeights
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.followers import followers

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ConfigError
-from lt_zero.common.compat import is_compiled
+from lt_zero.common.compat.of_compile import is_compiled
 from lt_zero.config.blocks import PipelineParallel
 from lt_zero.core.engine.engine import Engine
 from lt_zero.parallel import LayerSpec, Pipeline, TiedLayerSpec

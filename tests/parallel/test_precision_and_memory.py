@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-import lt_zero
 from lt_zero.common import accelerator
+from lt_zero.common.compat.of_compile import is_compiled
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.precision import dtype_policy
 from lt_zero.core.step.loss_scale import LossScaleController
@@ -272,7 +272,7 @@ def _compile(model: Net) -> None:
 def _compiles(stage: int) -> None:
     torch.compiler.reset()
     run = start(Ranks(1, 2), stage, "adamw", prepare=_compile, sequence=False)
-    assert all(lt_zero.common.compat.is_compiled(layer) for layer in run.model.layers)
+    assert all(is_compiled(layer) for layer in run.model.layers)
     equals_one_process(run, Net(), "adamw")
     torch.compiler.reset()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import lt_zero
-from lt_zero.common.compat import is_compiled
+from lt_zero.common.compat.of_compile import is_compiled
 from tests.support.lightning_tools import FULL, quick, sharded_trainer, single_trainer, trust
 from tests.support.matrix import only
 from tests.support.parallel_module import BATCH, Module

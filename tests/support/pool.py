@@ -106,7 +106,7 @@ def _run(
         if dist.is_initialized():
             dist.destroy_process_group()
         if "torch.distributed.tensor" in sys.modules:
-            from lt_zero.common.compat import forget_meshes
+            from lt_zero.common.compat.of_distributed_tensors import forget_meshes
 
             forget_meshes()  # what is cached for the mesh of one task has groups that are gone in the next
         gc.collect()  # a process group lives, with its threads, as long as cycles through the engine do

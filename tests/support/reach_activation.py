@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 from lt_zero.common import accelerator
-from lt_zero.common.compat import DispatchMode
+from lt_zero.common.compat.of_dispatch import DispatchMode
 from tests.support.models import tokens
 from tests.support.reach_engine import Config, Lab, engine_of
 

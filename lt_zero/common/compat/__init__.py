@@ -1,7 +1,7 @@
 """All uses of private APIs of torch, Lightning, Hydra and OmegaConf, each with the versions it was checked on.
 
 No other module of the package may access a private name: when an internal moves, only these files change. This one has
-those of torch.
+those of torch that every run uses.
 """
 
 from __future__ import annotations
@@ -10,25 +10,20 @@ import functools
 import inspect
 import json
 import multiprocessing
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch._ops import HigherOrderOperator
 from torch.autograd import Variable
 from torch.autograd import profiler as torch_profiler
 from torch.distributed import distributed_c10d
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.multiprocessing.spawn import _wrap as body_of_started_rank
-from torch.nn.modules import module as module_of_modules
 from torch.optim import optimizer as optimizers
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import ParamSpec
 
@@ -86,66 +81,8 @@ def evaluated_in_tracing(function: Callable[P, T]) -> Callable[P, T]:
     return function
 
 
-class GlobalPreHook:
-    """A hook before the forwards of all modules that is registered and removed again and again.
-
-    It always has the same place in torch's table. Graphs of torch.compile are made for certain contents of the table,
-    so with another place each time they would be compiled again each time, and soon not any more.
-
-    Args:
-        hook: is called with the module and its positional arguments.
-    """
-
-    def __init__(self, hook: Callable[[torch.nn.Module, Any], Any]) -> None:
-        self._hook = hook
-        self._place: int | None = None
-
-    @property
-    def registered(self) -> bool:
-        return self._place in module_of_modules._global_forward_pre_hooks
-
-    def register(self, registered: bool) -> None:
-        """Register the hook, or remove it."""
-        table = module_of_modules._global_forward_pre_hooks
-        if not registered and self._place is not None:
-            table.pop(self._place, None)
-        elif registered and self._place is None:
-            self._place = module_of_modules.register_module_forward_pre_hook(self._hook).id
-        elif registered and self._place is not None:
-            table[self._place] = self._hook
-
-
 # ``__torch_function__`` of subclasses that define ``__torch_dispatch__`` only.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
-
-
-class DispatchMode(TorchDispatchMode):
-    """Intercepts every operation below autograd, on the thread that enters the mode and in backward.
-
-    A subclass implements ``run(op, args, kwargs)``, which calls or replaces the operation. The mode that was entered
-    last runs first; inside ``run`` the modes that were entered before it are active.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return self.run(func, args, kwargs or {})
-
-    def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
-
-    def __enter__(self) -> Any:
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-
-def without_values() -> Any:
-    """Context in which new tensors have a shape, a dtype and a device, but neither memory nor values."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def process_groups() -> list[Any]:
@@ -279,76 +216,6 @@ def name_of_split(ranks: list[int]) -> tuple[bool, int]:
 def process_group_backends() -> set[str]:
     """The names of backends that this torch has."""
     return set(torch.distributed.Backend.backend_list) - {torch.distributed.Backend.UNDEFINED}
-
-
-def await_collective(value: Any) -> None:
-    """Wait for the collective of DTensor whose result ``value`` is, if it has not been waited for."""
-    if isinstance(value, AsyncCollectiveTensor):
-        value.trigger_wait()
-
-
-def forget_meshes() -> None:
-    """Empty DTensor's caches: a mesh that equals an earlier one would get that one's groups, which they keep alive."""
-    from torch.distributed.tensor import _collective_utils, _redistribute
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    _clear_sharding_prop_cache()
-    _redistribute.clear_redistribute_planner_cache()
-    _redistribute._gen_transform_infos.cache_clear()
-    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
-
-
-@contextmanager
-def before_distribution(call: Callable[[], object]) -> Iterator[None]:
-    """Context in which ``call`` runs once, before a style of ``parallelize_module`` first distributes a module."""
-    style: Any = sys.modules[ColwiseParallel.__module__]
-    known = style.distribute_module
-    waiting = [call]
-
-    def distribute(*args: Any, **kwargs: Any) -> Any:
-        if waiting:
-            waiting.pop()()
-        return known(*args, **kwargs)
-
-    style.distribute_module = distribute
-    try:
-        yield
-    finally:
-        style.distribute_module = known
-
-
-def is_distributed(tensor: torch.Tensor) -> bool:
-    """True if ``tensor`` is a DTensor, cut or replicated."""
-    return isinstance(tensor, DTensor)
-
-
-def local_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]:
-    """The local tensor of a DTensor and a function that makes a DTensor of it again; else the tensor itself and None.
-
-    The local tensor shares memory, but does not count all writes to the DTensor as its own version.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor, None
-    mesh = tensor.device_mesh
-    placements = tensor.placements
-    shape = tensor.shape
-    stride = tensor.stride()
-
-    def distributed(local: torch.Tensor) -> torch.Tensor:
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-    with torch.no_grad():
-        return tensor.to_local(), distributed
-
-
-def local_tensor(parameter: DTensor) -> torch.Tensor:
-    """The tensor of this rank, without a step of autograd."""
-    return parameter._local_tensor
-
-
-def set_local_tensor(parameter: DTensor, value: torch.Tensor) -> None:
-    """Set this rank's tensor of ``parameter``; placements stay. ``parameter.data = ...`` would copy ``value``."""
-    parameter._local_tensor = value
 
 
 def replace_tensor(parameter: torch.Tensor, made: torch.Tensor) -> None:
@@ -533,12 +400,6 @@ def wrapper_tensor(
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
         size = torch.Size(shape)
         return torch.Tensor._make_wrapper_subclass(cls, size, strides=strides, dtype=dtype, device=device)
-
-
-def alias_with_version(tensor: torch.Tensor) -> torch.Tensor:
-    """A detached alias, made below autograd, that shares the version counter."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
 
 
 def compiled_module(module: torch.nn.Module) -> torch.nn.Module:
@@ -726,16 +587,6 @@ def in_running_backward() -> bool:
     return backward_id() != -1
 
 
-def current_node() -> Any:
-    """The autograd node that the calling thread is executing; None outside of one."""
-    return torch._C._current_autograd_node()
-
-
-def is_higher_order(func: Any) -> bool:
-    """True if an operator takes functions as arguments (flex_attention, cond)."""
-    return isinstance(func, HigherOrderOperator)
-
-
 def backward_id() -> int:
     """The ID of the backward that the calling thread executes, -1 outside of one."""
     return int(torch._C._current_graph_task_id())
@@ -745,61 +596,9 @@ def backward_id() -> int:
 retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
-def compiled_frames() -> int:
-    """The number of times that torch.compile has compiled a function in this process since its last reset."""
-    dynamo = sys.modules.get("torch._dynamo.convert_frame")
-    return sum(dynamo.FRAME_COMPILE_COUNTER.values()) if dynamo is not None else 0
-
-
-def has_compiled_nodes(loss: torch.Tensor) -> bool:
-    """True if the autograd graph of ``loss`` contains compiled nodes."""
-    seen, stack = set[Any](), [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        if node.name().startswith("CompiledFunction"):
-            return True
-        seen.add(node)
-        stack += [following for following, _ in node.next_functions]
-    return False
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """True if ``module`` is compiled, by ``torch.compile`` or ``compile()``."""
-    return type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None
-
-
-def undo_compile(module: torch.nn.Module) -> None:
-    """Let a module that ``module.compile()`` has compiled run as before; torch has no call for that."""
-    module._compiled_call_impl = None
-
-
-def is_call_of(frame: Any, module: torch.nn.Module) -> bool:
-    """True if ``frame`` is that of torch's code which calls the hooks and the forward of ``module``."""
-    return frame.f_code is torch.nn.Module._call_impl.__code__ and frame.f_locals["self"] is module
-
-
 def profiling() -> bool:
     """True if a profiler of torch is recording in this process, ``emit_nvtx`` included.
 
     ``record_function`` costs microseconds even without a profiler, so callers check first.
     """
     return torch_profiler._is_profiler_enabled
-
-
-# ---- Checked on Python 3.10 to 3.14 ----------------------------------------------------------------------------------
-
-
-def parsed_pattern(pattern: str) -> Any:
-    """The parts of a regular expression, as Python's own compiler gets them.
-
-    Raises:
-        re.error: it is none. ValueError: it has flags.
-    """
-    # The parser was a module of its own before Python 3.11.
-    parser = getattr(re, "_parser", None) or __import__("sre_parse")
-    parsed = parser.parse(pattern)
-    if parsed.state.flags & ~re.UNICODE:
-        raise ValueError("it has flags")
-    return parsed

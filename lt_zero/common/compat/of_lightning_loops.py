@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import builtins
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-_ARGUMENTS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+ARGUMENTS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
 _STATES = ("value", "cumulated_batch_size")  # of a value that is no torchmetrics.Metric
 
 
@@ -162,7 +160,7 @@ def packed(values: list[LoggedValue]) -> tuple[list[dict[str, Any]], list[str]]:
             lost.append(meta.name)
         if reset or meta.sync.group is not None:
             continue
-        state: dict[str, Any] = {name: getattr(meta, name) for name in _ARGUMENTS}
+        state: dict[str, Any] = {name: getattr(meta, name) for name in ARGUMENTS}
         state |= {"reduce": meta.reduce_fx.__name__, "builtin": meta.reduce_fx in (sum, min, max)}
         state |= {"sync": meta.sync.should, "op": meta.sync.op, "rank_zero": meta.sync.rank_zero_only}
         state |= {"attribute": meta.metric_attribute}
@@ -170,59 +168,6 @@ def packed(values: list[LoggedValue]) -> tuple[list[dict[str, Any]], list[str]]:
         state["states"] = {name: value.detach().cpu().clone() for name, value in states.items()}
         found.append(state)
     return found, lost
-
-
-def restore_logged_values(
-    trainer: Any, saved: list[dict[str, Any]], device: torch.device, reduce: Callable[..., Any]
-) -> None:
-    """Let training go on with values of ``packed``.
-
-    Args:
-        reduce: what Lightning reduces values over the ranks with.
-    """
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-    from lightning.pytorch.trainer.connectors.logger_connector.result import (
-        _Metadata,
-        _ResultCollection,
-        _ResultMetric,
-        _Sync,
-    )
-
-    class Results(_ResultCollection):
-        """Values that a changed program logs with other arguments than before the resume begin anew."""
-
-        def log(self, fx: str, name: str, *args: Any, **kwargs: Any) -> None:
-            try:
-                super().log(fx, name, *args, **kwargs)
-            except MisconfigurationException:
-                if (key := f"{fx}.{name}") not in restored:
-                    raise
-                del self[key]
-                super().log(fx, name, *args, **kwargs)
-            finally:
-                restored.discard(f"{fx}.{name}")
-
-    results, restored = Results(training=True), set[str]()
-    for state in saved:
-        arguments: Mapping[str, Any] = {name: state[name] for name in _ARGUMENTS}
-        reduction = getattr(builtins if state["builtin"] else torch, state["reduce"])
-        meta = _Metadata(**arguments, reduce_fx=reduction, metric_attribute=state["attribute"])
-        meta.sync = _Sync(reduce, state["sync"], state["rank_zero"], state["op"])
-        entry = _ResultMetric(meta, is_tensor=bool(state["states"]))
-        for name, value in state["states"].items():
-            setattr(entry, name, value.to(device))
-        if not state["states"]:
-            try:
-                entry.value = trainer.lightning_module.get_submodule(state["attribute"])
-            except AttributeError:  # the program has changed
-                continue
-        cache = state["cache"]
-        entry._forward_cache = cache.to(device) if cache is not None else None
-        entry._update_count = 1  # else computing it would warn that nothing was logged
-        key = f"{state['fx']}.{state['name']}"
-        results[key] = entry
-        restored.add(key)
-    trainer.fit_loop.epoch_loop._results = results
 
 
 def count_of_updates(metric: Any) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lt_zero.common.compat import is_compiled, undo_compile
+from lt_zero.common.compat.of_compile import is_compiled, undo_compile
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.fields import thawed
 from lt_zero.core.comm.shard_group import ShardGroup

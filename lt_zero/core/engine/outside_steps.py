@@ -26,7 +26,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from lt_zero.common.compat import GlobalPreHook, in_running_backward, is_call_of
+from lt_zero.common.compat import in_running_backward
+from lt_zero.common.compat.of_compile import GlobalPreHook, is_call_of
 from lt_zero.common.module_hooks import Hook, ProcessLocal
 from lt_zero.common.tensor_tree import map_tensors
 

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from lt_zero.common import accelerator
-from lt_zero.common.compat import DispatchMode
+from lt_zero.common.compat.of_dispatch import DispatchMode
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.tables import bytes_cell
 from lt_zero.common.tensor_tree import iter_tensors

@@ -30,7 +30,8 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lt_zero.common import accelerator
-from lt_zero.common.compat import compiled_module, is_compiled
+from lt_zero.common.compat import compiled_module
+from lt_zero.common.compat.of_compile import is_compiled
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.tables import show
 from lt_zero.common.tensor_tree import map_tensors

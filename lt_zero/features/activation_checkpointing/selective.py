@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
-from lt_zero.common.compat import DispatchMode, alias_with_version, version_of
+from lt_zero.common.compat import version_of
+from lt_zero.common.compat.of_dispatch import DispatchMode, alias_with_version
 from lt_zero.common.tensor_tree import iter_tensors, map_tensors
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]

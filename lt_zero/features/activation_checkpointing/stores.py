@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lt_zero.common import accelerator
-from lt_zero.common.compat import local_of, version_of, view_base
+from lt_zero.common.compat import version_of, view_base
+from lt_zero.common.compat.of_distributed_tensors import local_of
 from lt_zero.core.stores.io_options import SwapError
 from lt_zero.features.activation_checkpointing.saved_activations import Storage, changed
 

@@ -41,7 +41,7 @@ from lt_zero.checkpoint.native.save import LT_ZERO
 from lt_zero.checkpoint.native.saved_file import explained
 from lt_zero.checkpoint.open import checked_file, is_directory, of_content, opened_source, reading
 from lt_zero.checkpoint.same import OpenedCopy, load_same
-from lt_zero.common.compat import is_distributed
+from lt_zero.common.compat.of_distributed_tensors import is_distributed
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.plain_names import names_of
 from lt_zero.common.progress_bar import progress_bar

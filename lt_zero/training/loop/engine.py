@@ -33,7 +33,8 @@ from lt_zero.checkpoint.open import LATEST, latest_of, name_latest, opened_sourc
 from lt_zero.checkpoint.same import load_same
 from lt_zero.common import accelerator, plain_names
 from lt_zero.common.arguments import expect, expect_path, wrong
-from lt_zero.common.compat import is_compiled, never_a_graph, without_torch_function
+from lt_zero.common.compat import never_a_graph, without_torch_function
+from lt_zero.common.compat.of_compile import is_compiled
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.common.garbage import without_gc
 from lt_zero.common.tensor_tree import map_tensors

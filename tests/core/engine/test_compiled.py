@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 
 import lt_zero
 from lt_zero.common import accelerator
-from lt_zero.common.compat import is_compiled
+from lt_zero.common.compat.of_compile import is_compiled
 from lt_zero.common.errors import ConfigError
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World

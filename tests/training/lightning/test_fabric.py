@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ConfigError, FabricZeroStrategy
-from lt_zero.checkpoint.native import rank_state
-from lt_zero.common.compat import is_compiled
+from lt_zero.checkpoint.native import load_rank_state
+from lt_zero.common.compat.of_compile import is_compiled
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.random_states import RandomStates
 from lt_zero.training.lightning.data_position.loop import PLACE, LoopLoader
@@ -339,7 +339,7 @@ def _saves_values(path: str, form: str) -> tuple[list[Any], Any]:
 def _loads_values(path: str, warns: bool) -> tuple[list[Any], Any]:
     fabric, loader = _fabric(1), _loader()
     state: dict[str, Any] = {"model": fabric.setup_module(_net()), "loader": loader, "random": None, "all": None}
-    with mock.patch.object(rank_state.log, "warning") as told:
+    with mock.patch.object(load_rank_state.log, "warning") as told:
         assert fabric.load(path, state) == {"on rank 0": 1}
     texts = [call.args[0] for call in told.call_args_list]
     text = "another value of 'loader', 'random', and 3 ranks go on where 2"

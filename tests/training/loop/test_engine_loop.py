@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import lt_zero
 from lt_zero import CheckpointError, ConfigError
-from lt_zero.checkpoint.native import rank_state
+from lt_zero.checkpoint.native import load_rank_state
 from lt_zero.checkpoint.open import open_source
 from lt_zero.config.load import ConfigWarning
 from tests.support.features import skip_without
@@ -274,7 +274,7 @@ def _keeps_what_can_be_kept(folder: str) -> tuple[Any, list[str]]:
     state["conjugate"] = torch.tensor([complex(1, rank)]).conj()
     if rank == 1:
         state["only on 1"] = 5
-    with mock.patch.object(rank_state.log, "warning") as told:
+    with mock.patch.object(load_rank_state.log, "warning") as told:
         engine.save_checkpoint(folder, client_state=state)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of values that are not read

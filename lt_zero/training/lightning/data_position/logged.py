@@ -21,7 +21,6 @@ from lt_zero.common.compat.of_lightning_loops import (
     metrics_of_training,
     metrics_of_validation,
     packed,
-    restore_logged_values,
     set_count_of_updates,
     shown_metrics,
 )
@@ -106,6 +105,8 @@ def restore_values(trainer: pl.Trainer, saved: dict[str, Any], same_ranks: bool)
         values.update(map_tensors(saved["shown"][kind], on_device))
     if not same_ranks:
         return [*saved["lost"], *(entry["name"] for entry in saved["entries"] if entry["on_epoch"])]
+    from lt_zero.common.compat.of_lightning_results import restore_logged_values
+
     restore_logged_values(trainer, saved["entries"], device, trainer.strategy.reduce)
     for name, metric in _metrics(trainer.lightning_module):
         found = saved["metrics"].get(name)

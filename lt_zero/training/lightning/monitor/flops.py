@@ -34,15 +34,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lt_zero.common.compat import (
-    DispatchMode,
-    backward_id,
-    compiled_frames,
-    current_node,
-    has_compiled_nodes,
-    is_compiled,
-    is_higher_order,
-)
+from lt_zero.common.compat import backward_id
+from lt_zero.common.compat.of_compile import compiled_frames, has_compiled_nodes, is_compiled
+from lt_zero.common.compat.of_dispatch import DispatchMode, current_node, is_higher_order
 from lt_zero.common.module_hooks import Hook, hookable_modules
 from lt_zero.common.tensor_tree import iter_tensors
 
