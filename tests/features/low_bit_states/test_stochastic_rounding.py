@@ -164,6 +164,7 @@ def _others(stage: int, kind: str, path: str) -> list[dict[str, Tensor]]:
     return found
 
 
+@needs("offload")
 @pytest.mark.parametrize(
     ("world", "stage", "kind"),
     only_rows([(3, 3, "momentum"), (2, 1, "adamw")], itertools.product([2, 3], STAGES, ["momentum", "adamw"])),
