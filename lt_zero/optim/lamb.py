@@ -3,7 +3,7 @@
 Note [Norms of full parameters]
     The trust ratio of a parameter is the quotient of two norms over all of its elements. Under ZeRO a tensor in the
     optimizer's groups is only the fragment of a parameter that this rank owns. Code that puts fragments there gives
-    ``combine`` a function from the squared norms of fragments to those of the full parameters. ``step`` calls it
+    ``combine`` what makes squared norms of full parameters of the parts that describe fragments. ``step`` calls it
     once on every rank, also on a rank without fragments, so it may be collective. Without it, the tensors are full
     parameters.
 
@@ -26,7 +26,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from lt_zero.common import accelerator
-from lt_zero.core.engine.optimizer_spec import Combine, Kernel, NormedOptimizer, Options, SecondPass, chosen
+from lt_zero.core.engine.optimizer_spec import (
+    Combine,
+    CombinedNorms,
+    Kernel,
+    NormedOptimizer,
+    Norms,
+    Options,
+    SecondPass,
+    chosen,
+)
 from lt_zero.optim.adam import check_betas, run_closure
 from lt_zero.optim.params import Signature, only
 from lt_zero.optim.registry import OPTIMIZER_RULES, Factory, without
@@ -58,15 +67,15 @@ class Lamb(NormedOptimizer):
         min_coeff: lower bound of the trust ratio.
 
     Attributes:
-        full_norms: None, or a function of tensors of the groups and their squared norms ([tensors, 2] in fp64: of the
-            weights, of the update) that returns those of the full parameters, in the same shape. See Note [Norms of
-            full parameters].
+        full_norms: None, or what makes norms of the full parameters (of the weights, of the update) out of those of
+            the tensors of the groups. See Note [Norms of full parameters].
 
     Raises:
         ValueError: a number is out of range.
     """
 
-    full_norms: Combine | None = None
+    full_norms: CombinedNorms | None = None
+    takes_parts = True
     step_kernel = Kernel(
         "lamb_update",
         ("exp_avg", "exp_avg_sq"),
@@ -112,8 +121,12 @@ class Lamb(NormedOptimizer):
             group.setdefault("eps_inside_sqrt", self.defaults["eps_inside_sqrt"])
 
     @override
-    def combine(self, norms: Combine, maxima: Combine) -> None:
+    def combine(self, norms: CombinedNorms, maxima: Combine) -> None:
         self.full_norms = norms
+
+    @property
+    def _norms(self) -> Norms:
+        return self.full_norms if self.full_norms is not None else Norms()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -127,10 +140,7 @@ class Lamb(NormedOptimizer):
         loss = run_closure(closure)
         stepped = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         rows = [self._update_moments(p, p.grad, group) for p, group in stepped]
-        device = rows[0].device if rows else torch.device("cpu")
-        squares = torch.stack([row.to(device) for row in rows]) if rows else torch.zeros(0, 2, dtype=torch.float64)
-        if self.full_norms is not None:
-            squares = self.full_norms([p for p, _ in stepped], squares)
+        squares = self._norms.of_parts([p for p, _ in stepped], rows, 2)
         rates = [corrected_rate(group, float(self.state[p]["step"])) for p, group in stepped]
         bounds = [(group["min_coeff"], group["max_coeff"]) for _, group in stepped]
         step_sizes = trust_rates(squares, rates, bounds)
@@ -146,7 +156,7 @@ class Lamb(NormedOptimizer):
             parameter.copy_(weights)
 
     def _update_moments(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        """Update the moments; returns the squared norms of the weights and of the update (fp64)."""
+        """Update the moments; returns the parts (``Norms.part``) of the norms of the weights and of the update."""
         if grad.is_sparse or grad.is_complex():
             raise RuntimeError("Lamb has no update for sparse or complex gradients. Use sparse=False, or Adam.")
         state, (beta1, beta2) = self.state[parameter], group["betas"]
@@ -163,7 +173,7 @@ class Lamb(NormedOptimizer):
         for moment, value in (("exp_avg", first), ("exp_avg_sq", second)):
             if value is not state[moment]:
                 state[moment].copy_(value)
-        return torch.stack([_square(parameter), _square(self._update(parameter, group))])
+        return torch.cat([self._norms.part(parameter), self._norms.part(self._update(parameter, group))])
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """Adam's update without bias correction, plus the weight decay; a new tensor of at least 32 bits."""
@@ -199,12 +209,6 @@ def trust_rates(squares: Tensor, rates: Sequence[float], bounds: Sequence[tuple[
 def wide(tensor: Tensor) -> Tensor:
     """``tensor`` itself, or its fp32 copy if it has 16 bits."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _square(tensor: Tensor) -> Tensor:
-    """The squared norm (0D, fp64)."""
-    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
-    return norm.square()
 
 
 # ---- in configurations -----------------------------------------------------------------------------------------------

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -90,10 +91,46 @@ def chosen(options: Options, *keys: str) -> Options:
     return {key: options[key] for key in keys}
 
 
-class NormedOptimizer(Optimizer):
-    """An optimizer whose update needs norms of full parameters, and which asks for them: it may get fragments."""
+class Norms:
+    """Squared norms of full tensors out of parts, which describe fragments and are added: here of tensors in full."""
 
-    def combine(self, norms: Combine, maxima: Combine) -> None:
+    def part(self, tensor: Tensor) -> Tensor:
+        """What a fragment adds to the squared norm of its tensor (1D, fp64)."""
+        norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+        return norm.square().view(1)
+
+    def of_parts(self, tensors: list[Tensor], rows: Sequence[Tensor], columns: int) -> Tensor:
+        """The squared norms of full tensors ([tensors, columns], fp64). Collective where tensors are fragments.
+
+        Args:
+            tensors: of the optimizer's groups.
+            rows: the parts of each of them, one after the other (1D).
+            columns: parts of a tensor.
+        """
+        if not rows:
+            return torch.zeros(0, columns, dtype=torch.float64)
+        return torch.stack([row.to(rows[0].device) for row in rows])
+
+
+class CombinedNorms(Norms):
+    """``Norms`` of fragments; a call takes squares that the optimizer has summed, which depend on what is cut where."""
+
+    def __call__(self, fragments: list[Tensor], squares: Tensor, /) -> Tensor:
+        """Squared norms of full tensors out of those of fragments ([tensors, any], fp64). Collective."""
+        raise NotImplementedError
+
+
+class NormedOptimizer(Optimizer):
+    """An optimizer whose update needs norms of full parameters, and which asks for them: it may get fragments.
+
+    Attributes:
+        takes_parts: whether it takes norms by ``Norms.part`` only, so that they can be had with the same bits wherever
+            parameters are cut.
+    """
+
+    takes_parts = False
+
+    def combine(self, norms: CombinedNorms, maxima: Combine) -> None:
         """Step fragments of parameters from now on.
 
         Args:

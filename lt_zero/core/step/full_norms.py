@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lt_zero.common import accelerator
+from lt_zero.common.norms import VectorNorm
 from lt_zero.core.comm.ranks import Ranks
 from lt_zero.core.comm.shard_group import combine_rows
 from lt_zero.core.engine.bucket import Bucket
+from lt_zero.core.engine.optimizer_spec import CombinedNorms
 from lt_zero.core.step.param_groups import BucketStep
 
 
-class FullNorms:
+class FullNorms(CombinedNorms):
     """Adds up squared norms of fragments over the ranks, in one all-reduce for all parameters of a step.
 
     The table that is reduced has a row for each parameter of the stepped buckets, zero where a rank has no fragment.
     Parameters that every rank has in full, or that the engine does not own, have no row. Where a parameter is a part of
     a tensor, the norm is that of the tensor.
+
+    Args:
+        device: of the reduction.
+        norm: of order 2, whose parts describe fragments; None: sums of squares do.
+
+    Attributes:
+        sums_squares: whether sums of squares describe fragments, as kernels take them.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, norm: VectorNorm | None = None) -> None:
         self._device = device
+        self._norm = norm
+        self.sums_squares = norm is None
         self._rows: dict[tuple[Bucket, int], int] = {}  # the row of a parameter
         self._row_of: dict[int, int] = {}  # the row of a fragment, by id
         self._groups: list[Ranks] = []  # the ranks of each row
@@ -46,7 +58,20 @@ class FullNorms:
             places = ((member.fragment, (bucket, member.piece.index)) for member in step.members)
             self._row_of.update({id(fragment): self._rows[p] for fragment, p in places if p in self._rows})
 
-    def __call__(self, fragments: list[Tensor], squares: Tensor) -> Tensor:
+    @override
+    def part(self, tensor: Tensor) -> Tensor:
+        return super().part(tensor) if self._norm is None else self._norm.part([tensor], tensor.device)
+
+    @override
+    def of_parts(self, tensors: list[Tensor], rows: Sequence[Tensor], columns: int) -> Tensor:
+        if self._norm is None:
+            return self(tensors, super().of_parts(tensors, rows, columns))
+        width = self._norm.columns
+        parts = self(tensors, super().of_parts(tensors, rows, columns * width))
+        return self._norm.finish(parts.view(-1, width)).square().view(-1, columns)
+
+    @override
+    def __call__(self, fragments: list[Tensor], squares: Tensor, /) -> Tensor:
         """Squared norms (fp64, [fragments, any]) of the parameters that these are fragments of. Collective."""
         return self._combined([self._row_of.get(id(fragment)) for fragment in fragments], squares)
 

@@ -401,6 +401,8 @@ class FusedStep:
         # The kernel runs where torch's step would begin: hooks around it, or a ``GradScaler`` that passes it a scale,
         # would come too late or find no fragments.
         optimizer = self._optimizer
+        if self._norms is not None and not self._norms.sums_squares:
+            return "norms that no kernel takes: with the same bits wherever parameters are cut"
         around = "hooks or a GradScaler around it"
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
             return around

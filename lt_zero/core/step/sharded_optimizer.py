@@ -176,7 +176,8 @@ class ShardedOptimizer(ProcessLocal):
         if isinstance(optimizer, NormedOptimizer):
             from lt_zero.core.step.full_norms import FullNorms
 
-            self._norms = FullNorms(engine.device)
+            exact = engine.options.norm_of(2.0) if engine.options.norms is not None else None
+            self._norms = FullNorms(engine.device, exact)
             optimizer.combine(self._norms, self._norms.maxima)
         engine.exchange.connect(optimizer, self.fragments)
         if isinstance(optimizer, ExchangingOptimizer):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.core.engine.optimizer_spec import Combine, ExchangingOptimizer
+from lt_zero.core.engine.optimizer_spec import Combine, CombinedNorms, ExchangingOptimizer
 from lt_zero.optim.adam import check_betas, check_least, run_closure
 from lt_zero.optim.lamb import Lamb, trust_rates, wide
 
@@ -162,6 +162,7 @@ class OneBitLamb(OneBitOptimizer, Lamb):
     """
 
     full_maxima: Combine | None = None
+    takes_parts = False
     most_states = 3
     scales_momenta = True
 
@@ -196,7 +197,7 @@ class OneBitLamb(OneBitOptimizer, Lamb):
         for group in self.param_groups:
             group.update({**own, **group})
 
-    def combine(self, norms: Combine, maxima: Combine) -> None:
+    def combine(self, norms: CombinedNorms, maxima: Combine) -> None:
         super().combine(norms, maxima)
         self.full_maxima = maxima
 

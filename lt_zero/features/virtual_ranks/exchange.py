@@ -68,11 +68,12 @@ class FoldExchange(PlainExchange):
             return
         name = type(optimizer).__name__
         text = f"{_ALONG}=element cuts parameters where their number of elements and ranks says, and "
-        if isinstance(optimizer, NormedOptimizer):
+        if isinstance(optimizer, NormedOptimizer) and not optimizer.takes_parts:
             raise ConfigError.about(
                 _ALONG,
-                f"{text}{name} adds up the squares of each part of a parameter in fp64, so that its steps depend on "
-                f"the number of ranks. With reproducible.virtual_ranks set {_ALONG}=parameter.",
+                f"{text}{name} adds up the squares of each part of a parameter itself, so that its steps depend on the "
+                f"number of ranks. With reproducible.virtual_ranks set {_ALONG}=parameter, or let {name} take norms by "
+                "`Norms.part` (takes_parts).",
             )
         has_kernel = self._fused_step and FusedStep.operation_of(optimizer) and ops.available(self._peers.device)
         if not has_kernel and any(group.get("fused") for group in optimizer.param_groups):

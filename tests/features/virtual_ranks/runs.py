@@ -157,7 +157,10 @@ def train(case: Case, stage: int) -> Bits:
             average.update(0.9)
             with average.showing(True):
                 found |= {f"average of {name}, {step}": value.numpy() for name, value in full_values(engine).items()}
-    found |= {name: value.float().numpy() for name, value in full_values(engine).items()}
+    found |= {
+        name: (value if value.dtype == torch.float64 else value.float()).numpy()
+        for name, value in full_values(engine).items()
+    }
     engine.offload_manager.close()
     return found
 
@@ -217,7 +220,14 @@ CASES: dict[str, Case] = {
     "adagrad": Case(optimizer=lambda params: torch.optim.Adagrad(params, lr=1e-2, eps=1e-8)),
     "lion": Case(optimizer=lambda params: optim.Lion(params, lr=1e-3)),
     "rmsprop": Case(optimizer=lambda params: torch.optim.RMSprop(params, lr=1e-3)),
-    "lamb": Case(optimizer=lambda params: optim.Lamb(params, lr=1e-2), zero={"shard_along": "parameter"}),
+    # In fp64, as its factors are rounded to the dtype of the weights.
+    "lamb": Case(
+        model=lambda: Net().double(),
+        optimizer=lambda params: optim.Lamb(params, lr=1e-2, weight_decay=0.1),
+        clip=0.1,
+    ),
+    "lamb in fp32": Case(optimizer=lambda params: optim.Lamb(params, lr=1e-2)),
+    "lamb of owners": Case(optimizer=lambda params: optim.Lamb(params, lr=1e-2), zero={"shard_along": "parameter"}),
     # precision
     "bf16": Case(dtype=_BF16, optimizer=OPTIMIZERS["adamw"], clip=0.1, norms=True),
     "fp16": Case(dtype=_FP16, optimizer=OPTIMIZERS["adamw"], clip=0.1, keys={"fp16": {"initial_scale_power": 8}}),
