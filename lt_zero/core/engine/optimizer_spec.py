@@ -95,7 +95,7 @@ class Norms:
     """Squared norms of full tensors out of parts, which describe fragments and are added: here of tensors in full."""
 
     def part(self, tensor: Tensor) -> Tensor:
-        """What a fragment adds to the squared norm of its tensor (1D, fp64)."""
+        """The part (1D, fp64) that a fragment adds to the squared norm of its tensor."""
         norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
         return norm.square().view(1)
 
