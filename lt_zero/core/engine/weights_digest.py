@@ -13,7 +13,10 @@ Note [Sums of bits]
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +27,9 @@ from lt_zero.core.engine.engine import Engine
 from lt_zero.core.engine.guard import owner_of
 
 _ROW = 1024  # elements
-_CHUNK = 256  # rows that are copied at a time: 1 MB of fp32
+_CHUNK = 256  # rows that are added at a time: 1 MB of fp32, which is in the cache for the second sum
+_SIZE = _CHUNK * _ROW  # elements
+_INTEGERS = {1: torch.int8, 2: torch.int16}  # by the bytes of an element; of all others int32
 
 
 def weights_digest(module: nn.Module) -> str:
@@ -85,38 +90,97 @@ def _counts_elsewhere(bucket: Bucket) -> bool:
 def _shares(bucket: Bucket) -> Tensor:
     """The shares (2, int64) of this rank's elements in the two sums of a digest."""
     values = bucket.weights.values()
-    found = torch.zeros(2, dtype=torch.int64, device=bucket.group.device)
-    for piece in bucket.pieces:
-        rows = values[piece.offset : piece.offset + piece.numel]
-        spec = bucket.layout.spans[piece.index].spec
-        by_row, by_column = _sums(rows, piece.lo)
-        one, other = _factors(f"{spec.name} {spec.global_shape} {spec.local_box} {values.dtype}")
-        found[0] += by_row.to(found.device) * one
-        found[1] += by_column.to(found.device) * other
-    return found
+    if not bucket.pieces:
+        return torch.zeros(2, dtype=torch.int64, device=bucket.group.device)
+    plan = _plans.get(bucket)
+    if plan is None or plan.kind != (values.dtype, values.device):
+        plan = _plans[bucket] = _Plan.of(bucket, values)
+    integers = _INTEGERS.get(values.element_size(), torch.int32)
+    by_row: list[Tensor] = []
+    by_column: list[Tensor] = []
+    for part in plan.parts:
+        # A view: a copy of the elements takes longer than their sums.
+        bits = values[part.begin : part.end].view(integers).view(part.rows, -1)
+        by_row.append(bits.sum(1, dtype=torch.int64))
+        columns = bits.sum(0, dtype=torch.int64)
+        if part.goes_on:
+            by_column[-1] += columns
+        else:
+            by_column.append(columns)
+    sums = (torch.cat(by_row) * plan.of_rows).sum(), (torch.cat(by_column) * plan.of_columns).sum()
+    return torch.stack(sums).to(bucket.group.device)
 
 
-def _sums(values: Tensor, lo: int) -> tuple[Tensor, Tensor]:
-    """The two sums (0D int64) of elements (1D) [lo, lo + n) of a parameter. See Note [Sums of bits]."""
-    integers = {1: torch.int8, 2: torch.int16}.get(values.element_size(), torch.int32)
-    words = _ROW * values.element_size() // integers.itemsize
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    columns = torch.zeros(words, dtype=torch.int64, device=values.device)
-    hi = lo + values.numel()
-    size = _CHUNK * _ROW
-    for chunk in range(lo // size, -(-hi // size)):
-        # Only the rows of the chunk that have some of the elements.
-        begin = max(lo, chunk * size)
-        end = min(hi, (chunk + 1) * size)
-        first = begin // _ROW
-        last = -(-end // _ROW)
-        whole = values.new_zeros((last - first) * _ROW)
-        whole[begin - first * _ROW : end - first * _ROW] = values[begin - lo : end - lo]
-        bits = whole.view(integers).view(last - first, words)
-        drawn = _numbers(chunk, _CHUNK, values.device)[first - chunk * _CHUNK : last - chunk * _CHUNK]
-        total += (bits.sum(1, dtype=torch.int64) * drawn).sum()
-        columns += bits.sum(0, dtype=torch.int64)
-    return total, (columns * _numbers(-1, words, values.device)).sum()
+class _Part(NamedTuple):
+    """Elements [begin, end) of a shard: ``rows`` whole rows of a parameter, or a part of one row.
+
+    ``goes_on``: their columns are added to those of the part before, which has the rows before them.
+    """
+
+    begin: int
+    end: int
+    rows: int
+    goes_on: bool
+
+
+class _Plan(NamedTuple):
+    """The parts of a shard, and what their sums are multiplied by: the same at each step, made once.
+
+    Attributes:
+        kind: dtype and device of the elements.
+        parts: of all pieces.
+        of_rows: factors (1D int64) of the sums of rows.
+        of_columns: factors (1D int64) of the sums of columns, of a part and those that go on from it.
+    """
+
+    kind: tuple[torch.dtype, torch.device]
+    parts: list[_Part]
+    of_rows: Tensor
+    of_columns: Tensor
+
+    @classmethod
+    def of(cls, bucket: Bucket, values: Tensor) -> _Plan:
+        """The plan of a bucket with at least one piece, whose shard has the elements ``values``."""
+        parts: list[_Part] = []
+        of_rows: list[Tensor] = []
+        of_columns: list[Tensor] = []
+        integers = _INTEGERS.get(values.element_size(), torch.int32)
+        words = _ROW * values.element_size() // integers.itemsize
+        of_place = _numbers(-1, words, values.device)
+        for piece in bucket.pieces:
+            spec = bucket.layout.spans[piece.index].spec
+            one, other = _factors(f"{spec.name} {spec.global_shape} {spec.local_box} {values.dtype}")
+            offset = piece.offset - piece.lo  # of the parameter's first element, in the shard
+            after_whole = False  # the part before has whole rows
+            for begin, end in _parts(piece.lo, piece.lo + piece.numel):
+                first = begin // _ROW
+                last = -(-end // _ROW)
+                whole = (end - begin) % _ROW == 0
+                chunk = first // _CHUNK
+                goes_on = whole and after_whole
+                parts.append(_Part(offset + begin, offset + end, last - first, goes_on))
+                drawn = _numbers(chunk, _CHUNK, values.device)
+                of_rows.append(drawn[first - chunk * _CHUNK : last - chunk * _CHUNK] * one)
+                if not goes_on:
+                    low = begin % _ROW
+                    high = (end - 1) % _ROW + 1
+                    of_columns.append(of_place[low * words // _ROW : high * words // _ROW] * other)
+                after_whole = whole
+        return cls((values.dtype, values.device), parts, torch.cat(of_rows), torch.cat(of_columns))
+
+
+_plans: WeakKeyDictionary[Bucket, _Plan] = WeakKeyDictionary()
+
+
+def _parts(lo: int, hi: int) -> Iterator[tuple[int, int]]:
+    """Yield the elements [lo, hi) of a parameter as parts of single rows, and as whole rows of one chunk."""
+    while lo < hi:
+        row = lo // _ROW * _ROW
+        end = row + _ROW
+        if lo == row and end <= hi:
+            end = min((lo // _SIZE + 1) * _SIZE, hi // _ROW * _ROW)
+        yield lo, min(end, hi)
+        lo = end
 
 
 @lru_cache(maxsize=256)
