@@ -228,6 +228,19 @@ CASES: dict[str, Case] = {
     ),
     "lamb in fp32": Case(optimizer=lambda params: optim.Lamb(params, lr=1e-2)),
     "lamb of owners": Case(optimizer=lambda params: optim.Lamb(params, lr=1e-2), zero={"shard_along": "parameter"}),
+    "lamb in files": Case(
+        model=Wide,
+        loss=wide_loss,
+        optimizer=lambda params: optim.Lamb(params, lr=1e-2, weight_decay=0.1),
+        zero={"offload_optimizer": {"device": "nvme", "nvme_path": "{folder}"}},
+    ),
+    "lamb in bf16": Case(
+        dtype=_BF16,
+        optimizer=lambda params: optim.Lamb(params, lr=1e-2, weight_decay=0.1),
+        zero=_CPU,
+        keys={"bf16": {**_LOW_MASTER, "bf16_optimizer_states": True}, **_WIDE_SUMS},
+        clip=0.1,
+    ),
     # precision
     "bf16": Case(dtype=_BF16, optimizer=OPTIMIZERS["adamw"], clip=0.1, norms=True),
     "fp16": Case(dtype=_FP16, optimizer=OPTIMIZERS["adamw"], clip=0.1, keys={"fp16": {"initial_scale_power": 8}}),
