@@ -52,16 +52,16 @@ def here(trial: gpu_largest.Trial, seconds: float) -> dict[str, Any]:
 
 
 OF_FEATURES = {  # that a measurement is about
-    "few_bits": "quantize",
-    "attention": "sparse_attention",
-    "overlap": "offload",
-    "largest": "offload",
+    "few_bits": ("low_bit_states", "quantize"),
+    "attention": ("sparse_attention",),
+    "overlap": ("offload",),
+    "largest": ("offload",),
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=needs(OF_FEATURES[n])) if n in OF_FEATURES else n for n in gpu_measures.MEASURES],
+    [pytest.param(n, marks=needs(*OF_FEATURES[n])) if n in OF_FEATURES else n for n in gpu_measures.MEASURES],
 )
 def test_a_measurement_gives_the_rows_of_its_claims(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_cost, "DEPTH", 2)
