@@ -52,7 +52,7 @@ def here(trial: gpu_largest.Trial, seconds: float) -> dict[str, Any]:
 
 
 OF_FEATURES = {  # that a measurement is about
-    "few_bits": ("quantize", "low_bit_states"),
+    "few_bits": ("low_bit_states", "quantize"),
     "attention": ("sparse_attention",),
     "overlap": ("offload",),
     "largest": ("offload",),
