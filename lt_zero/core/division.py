@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lt_zero.common.transformers_models import warn_of_caches
 from lt_zero.core.place_in_run import PlaceInRun
+from lt_zero.core.rounds import Rounds
 
 if TYPE_CHECKING:  # the core asks it nothing
     from lt_zero.common.boxes import ParamSpec
@@ -108,6 +109,7 @@ class Division:
     Attributes:
         known: ``group``.
         batch_cut: how batches are cut; None: a rank sees the whole of its batches.
+        rounds: which micro-batches the ranks run at the same time; plain before they are known.
     """
 
     batch_cut: BatchCut | None = None
@@ -115,6 +117,7 @@ class Division:
     def __init__(self, group: ShardGroup | None = None, config: Any = None) -> None:
         self.known = group
         self.config = config
+        self.rounds = Rounds()
 
     # ---- ranks -------------------------------------------------------------------------------------------------
 

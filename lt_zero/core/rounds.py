@@ -37,6 +37,10 @@ class Rounds:
         """The number of the micro-batch that this rank runs in a turn, among those of a round."""
         raise NotImplementedError
 
+    def place(self, turn: int) -> int:
+        """The place that this rank's value of a turn has in what ``in_order`` returns."""
+        raise NotImplementedError
+
     # ---- random numbers ----------------------------------------------------------------------------------------
 
     def begin(self, anew: bool) -> None:
@@ -81,6 +85,8 @@ class Rounds:
 
     def in_order(self, mine: Sequence[Any], name: str) -> list[Any]:
         """The values of all micro-batches, in the order of their numbers; tensors are on the host. Collective.
+
+        Of a micro-batch whose rows are cut over ranks there is a value of each part, in the order of parts.
 
         Args:
             mine: of this rank, one for each turn: picklable, with tensors of any shapes.

@@ -147,7 +147,7 @@ class DividedRun(Division):
     ) -> None:
         self.mesh.watch(engine)
         checks = self.sequences.watch(engine) if self.sequences is not None else None
-        self.mesh.connect(engine, config, begin, weight, checks)
+        self.mesh.connect(engine, config, begin, weight, checks, self.rounds.count is not None)
 
     @override
     def share_buffers(self, module: nn.Module) -> None:

@@ -301,8 +301,9 @@ class ParallelMesh:
         begin: Callable[[], float],
         weight: Callable[[], float],
         first: Callable[[], None] | None = None,
+        in_rounds: bool = False,
     ) -> None:
-        """Let the pipeline of an engine's module run in stages. ``begin``, ``weight``, ``first``: as for ``Runner``."""
+        """Let the pipeline of an engine's module run in stages. Arguments after ``config``: as for ``Runner``."""
         pipeline = pipeline_of(engine.root, self.sizes.pipeline)
         if pipeline is None:
             return
@@ -312,7 +313,7 @@ class ParallelMesh:
         group = self.device_mesh[PIPELINE].get_group()
         counts = self.data_rank, self.sizes.data, config.micro_batches
         alike = self._experts is not None
-        pipeline.runner = Runner(pipeline, engine, self._row, group, *counts, begin, weight, alike, first)
+        pipeline.runner = Runner(pipeline, engine, self._row, group, *counts, begin, weight, alike, first, in_rounds)
         if self.sizes.of_stage > 1 and self._world.rank == 0:
             _warn_of_traffic(engine, config)
 

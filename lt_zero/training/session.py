@@ -82,7 +82,6 @@ class Session:
     Attributes:
         loss_scale: that of the run's precision; a face sets it before anything is built.
         division: how the run is divided over its ranks; plain before ``join``.
-        rounds: which micro-batches the ranks run at the same time; plain before ``join``.
         saver: the checkpoints that are being written.
         trial: of ``lt-zero tune``, if the process was started for one.
     """
@@ -92,7 +91,6 @@ class Session:
     def __init__(self, face: Face) -> None:
         self.face = face
         self.division = Division()
-        self.rounds = Rounds()
         self.saver = Saver()
         self.trial: TimedRun | None = None
         if folder := os.environ.get(_TRIAL):
@@ -114,6 +112,11 @@ class Session:
     def world(self) -> World:
         """All ranks of the run. Raises RuntimeError before ``join``."""
         return self.division.world
+
+    @property
+    def rounds(self) -> Rounds:
+        """Which micro-batches the ranks run at the same time; plain before ``join``."""
+        return self.division.rounds
 
     @property
     def data_parts(self) -> int:
@@ -166,7 +169,7 @@ class Session:
             features = features_of(config)
             configure_group(group, group_options(config), features)
             self.division = divide(features, group, config)
-            self.rounds = rounds_of(features, group)
+            self.division.rounds = rounds_of(features, group)
         self.division.begin(new)
         self.world.begin_run()
         return new

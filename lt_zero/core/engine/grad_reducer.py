@@ -74,6 +74,8 @@ class GradReducer:
         self._step: Callable[[Bucket], bool] | None = None  # see ``stepping``
         # False inside no_sync: buckets whose gradients are not sharded stay local, others are not summed over replicas.
         self.sync = True
+        # The running backward is that of a part of a micro-batch, and more parts follow: gradients stay local.
+        self.more_parts = False
         self.ends_at_step = False  # any backward may be the last one of its step: replicas are summed by the step
         # That can get gradients in this backward; None: all. Of others only what was accumulated locally is reduced.
         self.scope: Collection[Bucket] | None = None
@@ -130,8 +132,10 @@ class GradReducer:
 
     def _keeps_local(self, bucket: Bucket) -> bool:
         """True if the gradients of ``bucket`` from the running backward wait for a later reduction."""
-        waits = not self.sync and not self._exchange.reduces_each_backward
-        waits = waits or self._exchange.reduces_at_step
+        if self._exchange.reduces_each_backward:
+            # Each micro-batch is reduced once, also one whose backward comes in parts.
+            return bucket.plan.is_wide or self.more_parts
+        waits = not self.sync or self._exchange.reduces_at_step
         return bucket.plan.is_wide or (waits and not bucket.sharding.grads)
 
     @property

@@ -7,6 +7,8 @@ facts are the same.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,6 +30,16 @@ def hardware_of(device: torch.device) -> str:
     return str(torch.backends.cpu.get_cpu_capability())
 
 
+def sizes_of(config: Any) -> dict[str, int]:
+    """The numbers of ranks that have parts of one model, or of its rows, by their keys."""
+    return {
+        "tensor_parallel.autotp_size": config.tensor_parallel.autotp_size,
+        "pipeline.stages": config.pipeline.ranks,
+        "sequence_parallel_size": config.sequence_parallel_size,
+        "expert_parallel.autoep_size": config.expert_parallel.ranks,
+    }
+
+
 def check_deterministic(device: torch.device, virtual_ranks: int) -> None:
     """Raise ConfigError if operations of a GPU may add up in the order in which its threads arrive."""
     if accelerator.is_accelerator(device) and not torch.are_deterministic_algorithms_enabled():
@@ -45,10 +57,13 @@ class Contract:
         virtual_ranks: of the configuration.
         threads: of the configuration.
         device: that computes.
+        sizes: the numbers of ranks that have parts of one model, or of its rows, by their keys.
     """
 
-    def __init__(self, virtual_ranks: int, threads: int, device: torch.device) -> None:
-        self._keys = {KEY: virtual_ranks, THREADS: threads}
+    def __init__(
+        self, virtual_ranks: int, threads: int, device: torch.device, sizes: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
+        self._keys = {KEY: virtual_ranks, THREADS: threads, **sizes}
         self._device = device
 
     def _others(self) -> dict[str, Any]:
@@ -70,7 +85,7 @@ class Contract:
             CheckpointError: a key has another value.
         """
         for name, value in self._keys.items():
-            saved = state["keys"].get(name)
+            saved = state["keys"].get(name, 1)  # checkpoints of runs without parts of models have no sizes of them
             if saved != value:
                 raise CheckpointError(
                     f"{name}={value}, and the checkpoint was written with {saved}: the run would not go on with the "

@@ -8,6 +8,10 @@ Note [The fold]
     that divide the number of virtual ranks add the same numbers in the same order. A sum of a turn by itself, which is
     added afterwards, would be other bits.
 
+    Where several ranks have parts of one model, or of one sequence, N counts data ranks, and each rank of a data rank
+    has a contribution of its own, added in the order of data ranks and, in one, of ranks. So the fold of a step is one
+    over virtual ranks and, in them, over these parts, of which there are as many for every N.
+
     Each contribution is multiplied, and the product rounded, before it is added: a fused multiplication and addition
     would round once in the vector loop of an operation and twice at its end, or the other way round, and where an
     element is in a shard depends on the number of ranks.
@@ -76,6 +80,7 @@ class _Folding(Transport):
     """Sends each rank the pieces of all contributions that it adds; where all need all sums, these are gathered."""
 
     _factor: float
+    _fold_order: tuple[int, ...]  # of the ranks, in which their contributions are added
     _groups: Any
     sums_wide = True
     sums_apart = False
@@ -96,7 +101,8 @@ class _Folding(Transport):
         work = dist.all_to_all_single(received, reduction.flat, group=self._groups.everyone, async_op=True)
 
         def complete() -> None:
-            fold(out, received.chunk(self._mesh.world), reduction.add, self._factor)
+            pieces = received.chunk(self._mesh.world)
+            fold(out, [pieces[number] for number in self._fold_order], reduction.add, self._factor)
             finish()
 
         return self._work(work, complete, launch)
@@ -121,10 +127,11 @@ class FoldBackend(_Folding, Backend):
     name = "fold"
     sends = GLOO
 
-    def __init__(self, connections: Connections, factor: float) -> None:
+    def __init__(self, connections: Connections, factor: float, order: Sequence[int]) -> None:
         super().__init__(connections)
         self.sums_apart = False
         self._factor = factor
+        self._fold_order = tuple(order)
 
     @override
     def _work(self, work: Any, finish: Callable[[], object], launch: CollectiveId | None) -> Work:
@@ -140,11 +147,12 @@ class FoldGloo(_Folding, Gloo):
 
     name = "fold over gloo"
 
-    def __init__(self, connections: Connections, factor: float) -> None:
+    def __init__(self, connections: Connections, factor: float, order: Sequence[int]) -> None:
         super().__init__(connections)
         self.sums_apart = False
         self.sums_wide = True
         self._factor = factor
+        self._fold_order = tuple(order)
 
     @override
     def _work(self, work: Any, finish: Callable[[], object], launch: CollectiveId | None) -> Work:
@@ -196,11 +204,11 @@ class FoldWindows(FoldGloo, SharedMemoryTransport):
         for lo in range(0, out.numel(), _CHUNK):
             rows = out[lo : lo + _CHUNK]
             chunk = received[: rows.numel()]
-            for number, rank in enumerate(self._ranks):
-                add = reduction.add or number > 0
+            for place, number in enumerate(self._fold_order):
+                add = reduction.add or place > 0
                 own = flat[first + lo : first + lo + rows.numel()]
                 if number != self._mesh.rank:
-                    self._arena.read(rank, flat, first + lo, chunk)
+                    self._arena.read(self._ranks[number], flat, first + lo, chunk)
                     store(rows, chunk, add, self._factor)
                 elif flat.dtype != out.dtype:
                     store(rows, chunk.copy_(own), add, self._factor)
@@ -211,12 +219,17 @@ class FoldWindows(FoldGloo, SharedMemoryTransport):
                     torch.mul(own, self._factor, out=rows)
 
 
-def folding(group: ShardGroup, virtual_ranks: int) -> Transport:
-    """Make the transport that adds the gradients of a configured group's ranks in one order."""
-    factor = 1.0 if group.sums_gradients else 1.0 / virtual_ranks
+def folding(group: ShardGroup, turns: int, order: Sequence[int]) -> Transport:
+    """Make the transport that adds the gradients of a configured group's ranks in one order.
+
+    Args:
+        turns: micro-batches of a round that each rank runs.
+        order: of the ranks of the group, by their numbers in it.
+    """
+    factor = 1.0 if group.sums_gradients else 1.0 / (group.divisor * turns)
     found = group.connections(group.mesh, group.whole)
     if found.groups is None:
         return FoldAlone(found, factor)
     if found.backend != "gloo":
-        return FoldBackend(found, factor)
-    return FoldGloo(found, factor) if found.arena is None else FoldWindows(found, factor)
+        return FoldBackend(found, factor, order)
+    return FoldGloo(found, factor, order) if found.arena is None else FoldWindows(found, factor, order)

@@ -12,6 +12,7 @@ from typing_extensions import override
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.random_states import RandomStates
 from lt_zero.common.tensor_tree import map_tensors
+from lt_zero.config.parallel_sizes import ParallelSizes
 from lt_zero.core.comm.ranks import Ranks
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.rounds import Rounds
@@ -23,17 +24,19 @@ KEY = "reproducible.virtual_ranks"
 
 
 class VirtualRounds(Rounds):
-    """A round is a micro-batch of each of ``count`` virtual ranks; rank r runs that of j * N + r in turn j.
+    """A round is a micro-batch of each of ``count`` virtual ranks; data rank r runs that of j * N + r in turn j.
 
     Args:
         count: the number of virtual ranks.
-        group: all N ranks; N divides ``count``.
+        group: all ranks.
+        sizes: of their mesh, with N data ranks; N divides ``count``.
     """
 
-    def __init__(self, count: int, group: ShardGroup) -> None:
+    def __init__(self, count: int, group: ShardGroup, sizes: ParallelSizes) -> None:
         self._ranks = group
+        self._sizes = sizes
         self.count: int = count
-        self.turns = count // group.size
+        self.turns = count // sizes.data
         self._streams = Streams(count, [self.number(turn) for turn in range(self.turns)])
         self._buffers: RoundBuffers | None = None
 
@@ -43,7 +46,11 @@ class VirtualRounds(Rounds):
 
     @override
     def number(self, turn: int) -> int:
-        return turn * self._ranks.size + self._ranks.rank
+        return turn * self._sizes.data + self._sizes.data_rank(self._ranks.rank)
+
+    @override
+    def place(self, turn: int) -> int:
+        return self.number(turn) * self._sizes.sequence + self._sizes.sequence_rank(self._ranks.rank)
 
     # ---- random numbers ----------------------------------------------------------------------------------------
 
@@ -95,7 +102,13 @@ class VirtualRounds(Rounds):
     @override
     def in_order(self, mine: Sequence[Any], name: str) -> list[Any]:
         found = self._ranks.host_gather([map_tensors(value, _on_host) for value in mine], name)
-        return [found[number % self._ranks.size][number // self._ranks.size] for number in range(self.count)]
+        # Of ranks that have parts of one model and see the same tokens the first tells its values.
+        return [
+            found[first + part * self._sizes.tensor][turn]
+            for turn in range(self.turns)
+            for first in self._sizes.firsts()
+            for part in range(self._sizes.sequence)
+        ]
 
     @override
     def of_first(self, value: Any, name: str) -> Any:
@@ -125,24 +138,13 @@ def rounds_of(config: Any, group: ShardGroup) -> VirtualRounds:
     """The rounds that a configuration asks for.
 
     Raises:
-        ConfigError: the number of ranks does not fit, or ranks have parts of the model or of its data.
+        ConfigError: ranks have buffers of their own.
     """
     count: int = config.reproducible.virtual_ranks
-    parts = {
-        "tensor_parallel.autotp_size": config.tensor_parallel.autotp_size,
-        "pipeline.stages": config.pipeline.ranks,
-        "sequence_parallel_size": config.sequence_parallel_size,
-        "expert_parallel.autoep_size": config.expert_parallel.ranks,
-    }
-    for key, size in parts.items():
-        if size > 1:
-            raise ConfigError.about(
-                KEY, f"{KEY}={count} is for data ranks alone, and {key}={size}. Remove one of them."
-            )
     if not config.broadcast_buffers:
         raise ConfigError.about(
             KEY,
             f"{KEY}={count}: micro-batches begin with the same buffers, and broadcast_buffers=false lets ranks have "
             "buffers of their own. Remove one of them.",
         )
-    return VirtualRounds(count, group)
+    return VirtualRounds(count, group, ParallelSizes.of(config, group.size))

@@ -15,8 +15,9 @@ Note [Shapes]
 Note [Random numbers]
     Ranks have the same generators, and different layers would draw the same masks. So a forward of a stage begins with
     a seed made of a number that all ranks draw once per batch, the stage, the micro-batch, and the data rank, which has
-    other samples, and the same number where the user seeds all ranks alike. Masks do not depend on the schedule, and
-    ranks have the same generators afterwards.
+    other samples, and the same number where the user seeds all ranks alike. In rounds
+    (core/rounds.py) that number is the batch's own, and the data rank is left out, as any may run the batch. Masks do
+    not depend on the schedule, and ranks have the same generators afterwards.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class Runner(ProcessLocal):
         weight: what the loss will be multiplied with before backward: 1 / accumulated batches.
         alike: data ranks exchange something inside of layers, and so run as many micro-batches.
         first: called on all ranks after their first batch with gradients.
+        in_rounds: random numbers are those of a batch, whichever data rank runs it.
     """
 
     def __init__(
@@ -105,7 +107,9 @@ class Runner(ProcessLocal):
         weight: Callable[[], float],
         alike: bool = False,
         first: Callable[[], None] | None = None,
+        in_rounds: bool = False,
     ) -> None:
+        self._drawn_by = 0 if in_rounds else data_rank
         self._alike, self._first_batch = alike, first
         self.pipeline = pipeline
         self.engine = engine
@@ -177,6 +181,7 @@ class Runner(ProcessLocal):
             loss = self._mean(batch, count)
         finally:
             self.engine.set_requires_gradient_sync(batch.sync)
+            self.engine.reducer.more_parts = False
             self.batch = _Batch([], None, 1.0, None, False)
         if not trains:
             return loss
@@ -372,7 +377,7 @@ class Runner(ProcessLocal):
         """The forward of a stage for micro-batch ``number``."""
         batch = self.batch
         given = _first(batch.inputs[number]) if stage == 0 else tuple(map(_writable, inputs))
-        seed = None if batch.seed is None else seed_of(batch.seed, stage, number, self._data_rank)
+        seed = None if batch.seed is None else seed_of(batch.seed, stage, number, self._drawn_by)
         with self._drawing(seed), self.engine.forward_scope(trains=False):
             output = self.pipeline.run_stage(stage, *given, batch=batch.inputs[number])
         return _differentiable(output) if batch.trains else output
@@ -390,6 +395,7 @@ class Runner(ProcessLocal):
         """Context of a backward of a stage of this rank."""
         batch = self.batch
         batch.backwards += 1
+        self.engine.reducer.more_parts = batch.backwards < batch.last_backward
         self.engine.set_requires_gradient_sync(batch.sync and batch.backwards == batch.last_backward)
         device = self.engine.device.type
         with torch.autocast(device, enabled=False), self.engine.backward_pass(self._buckets[stage]):

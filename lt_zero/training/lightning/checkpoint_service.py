@@ -39,6 +39,7 @@ from lt_zero.training.checkpoints import (
 )
 from lt_zero.training.lightning.checkpoint_plugin import write_file, writes_directories
 from lt_zero.training.lightning.data_position.loader_place import POSITION
+from lt_zero.training.lightning.data_position.logged import of_data_ranks
 from lt_zero.training.lightning.data_position.position import DataPosition
 from lt_zero.training.lightning.precision import sharded_of
 from lt_zero.training.lightning.setup import RunSnapshot
@@ -160,7 +161,7 @@ class CheckpointService:
             content[LT_ZERO] = {**content.get(LT_ZERO, {}), "hparams": "omegaconf"}
         if run.world is not None and "optimizer_states" in checkpoint:
             states = run.world.host_gather(self._data.state_dict(), "random states")
-            content[POSITION] = [states[rank] for rank in run.session.division.firsts]
+            content[POSITION] = of_data_ranks(states, run.session.division.firsts)
             if run.built is not None:
                 content |= beside({"": run.built}, sharded=self._directories)
         self.wait(run)

@@ -28,6 +28,7 @@ from lt_zero.common.tensor_tree import map_tensors
 
 LARGEST = 1 << 20  # bytes of a torchmetrics.Metric that are saved: some keep all predictions
 _NAMES = ("entries", "metrics", "shown", "lost")
+_OF_PARTS = "turns of parts"  # of the other ranks of a data rank
 
 
 class TurnValues(Protocol):
@@ -91,6 +92,28 @@ def saved_values(
     if turns is not None:
         found["turns"] = map_tensors(before.turns if before is not None else turns.values(copies=False), on_host)
     return found
+
+
+def of_data_ranks(states: Sequence[dict[str, Any]], firsts: range) -> list[dict[str, Any]]:
+    """The states of the first rank of each data rank, with what micro-batches have logged on the other ranks of it.
+
+    These may have other parts of the same rows. ``states``: of all ranks; ``firsts``: as ``Division.firsts``.
+    """
+    found = []
+    for first in firsts:
+        state = states[first]
+        others = [states[rank]["logged"] for rank in range(first + 1, first + firsts.step)]
+        turns = [logged["turns"] for logged in others if logged is not None and "turns" in logged]
+        if turns and state["logged"] is not None:
+            state = {**state, "logged": {**state["logged"], _OF_PARTS: turns}}
+        found.append(state)
+    return found
+
+
+def turns_of(states: Sequence[dict[str, Any]]) -> list[Any]:
+    """What micro-batches have logged on all ranks; of the same micro-batch and rows the last one counts."""
+    logged = [state["logged"] for state in states if state["logged"] and "turns" in state["logged"]]
+    return [turns for values in logged for turns in (*values.get(_OF_PARTS, ()), values["turns"])]
 
 
 def restore_values(trainer: pl.Trainer, saved: dict[str, Any], same_ranks: bool) -> list[str]:

@@ -91,7 +91,7 @@ from lt_zero.training.lightning.data_position.loader_place import (
     LoaderPlace,
     Moment,
 )
-from lt_zero.training.lightning.data_position.logged import EpochValues, TurnValues, saved_values
+from lt_zero.training.lightning.data_position.logged import EpochValues, TurnValues, saved_values, turns_of
 from lt_zero.training.lightning.data_position.own_state import OwnState, reader_of, same_states
 from lt_zero.training.lightning.data_position.plain_values import LONGEST
 from lt_zero.training.lightning.data_position.request import LoaderRequest
@@ -403,7 +403,7 @@ class DataPosition:
         self._upcoming = deque(upcoming)
         self._loaded = {**own, **self._packed(upcoming)}
         self._same_ranks = len(states) == ranks or self.turns is not None
-        self._of_turns = [s["logged"]["turns"] for s in states if s["logged"] and "turns" in s["logged"]]
+        self._of_turns = turns_of(states)
         assert self._trainer is not None
         loop = self._trainer.fit_loop
         correct_counters(self._trainer, own)

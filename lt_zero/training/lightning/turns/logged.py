@@ -153,7 +153,7 @@ class TurnResults(_ResultCollection):
         found = {}
         for turn, results in enumerate((self, *self.later)):
             of_turn = {key: results[key] for key in sorted(self.synced) if key in results}
-            found[self.rounds.number(turn)] = {
+            found[self.rounds.place(turn)] = {
                 key: (metric.value, getattr(metric, "cumulated_batch_size", None)) for key, metric in of_turn.items()
             }
         return {"synced": sorted(self.synced), "values": found}
@@ -162,7 +162,7 @@ class TurnResults(_ResultCollection):
         """Restore ``sums`` of all micro-batches."""
         self.synced.update(saved["synced"])
         for turn, results in enumerate((self, *self.later)):
-            for key, (value, count) in saved["values"].get(self.rounds.number(turn), {}).items():
+            for key, (value, count) in saved["values"].get(self.rounds.place(turn), {}).items():
                 if key not in self:
                     continue  # the program has changed
                 if turn:

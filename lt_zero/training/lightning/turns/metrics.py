@@ -94,7 +94,7 @@ class MetricTurns:
         found: dict[int, dict[str, Any]] = {}
         for turn, states in enumerate(self._states):
             now = [_taken(metric) for metric in self._metrics] if turn == self._turn else states or []
-            found[self._rounds.number(turn)] = {
+            found[self._rounds.place(turn)] = {
                 name: (state["_update_count"], {key: _copied(state[key], copies) for key in metric._defaults})
                 for name, metric, state in zip(self._names, self._metrics, now, strict=False)
                 if state["_update_count"]
@@ -104,7 +104,7 @@ class MetricTurns:
     def restore(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
         """Restore ``values`` of all micro-batches. Between rounds."""
         for turn in range(self._rounds.turns):
-            of_turn = saved.get(self._rounds.number(turn), {})
+            of_turn = saved.get(self._rounds.place(turn), {})
             states = self._fresh()
             for name, metric, state in zip(self._names, self._metrics, states, strict=True):
                 count, values = of_turn.get(name, (0, {}))
