@@ -92,6 +92,7 @@ OTHERS = {
     ("common/compat/of_lightning", "child._dtype"),
     ("common/compat/of_lightning_results", "meta.sync"),
     ("deepspeed/huggingface", "optimizer.optimizer"),
+    ("kernels/moments", "made.rows"),
     ("training/loop/engine", "self.session.loss_scale"),
     ("core/step/sharded_optimizer", "on_fragments.narrows"),
 }

@@ -115,7 +115,7 @@ class Session:
 
     @property
     def rounds(self) -> Rounds:
-        """Which micro-batches the ranks run at the same time; plain before ``join``."""
+        """The micro-batches that the ranks run at the same time; plain before ``join``."""
         return self.division.rounds
 
     @property

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.random_states import RandomStates
+from lt_zero.common.saved_random_states import read_states
 from lt_zero.core.engine.engine import Engine
 from lt_zero.core.followers import StateBeside
 from lt_zero.core.rounds import Rounds
@@ -121,7 +122,7 @@ class DrawsOfLoop:
             CheckpointError: some are missing, or damaged.
         """
         where = "random states of micro-batches"
-        shared = RandomStates.of(states[0]["shared"], where)
+        shared = read_states(states[0]["shared"], where)
         self._rounds.set(self._rounds.unpacked([state["rounds"] for state in states], where))
         self._reading.leave()
         shared.apply()

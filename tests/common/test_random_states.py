@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from lt_zero.common.random_states import RandomStates
+from lt_zero.common.saved_random_states import derived
 
 
 def _drawn() -> list[float]:
@@ -26,7 +27,7 @@ def test_numbers_are_drawn_again() -> None:
                 np.random.randn()
             here = RandomStates.now()
             drawn = _drawn()
-            there = here.derived(3)
+            there = derived(here, 3)
             there.apply()
             other = _drawn()
             if trial % 4 == 0:

@@ -74,8 +74,7 @@ class GradReducer:
         self._step: Callable[[Bucket], bool] | None = None  # see ``stepping``
         # False inside no_sync: buckets whose gradients are not sharded stay local, others are not summed over replicas.
         self.sync = True
-        # The running backward is that of a part of a micro-batch, and more parts follow: gradients stay local.
-        self.more_parts = False
+        self._more_parts = False  # see ``expect_parts``
         self.ends_at_step = False  # any backward may be the last one of its step: replicas are summed by the step
         # That can get gradients in this backward; None: all. Of others only what was accumulated locally is reduced.
         self.scope: Collection[Bucket] | None = None
@@ -88,6 +87,10 @@ class GradReducer:
             yield
         finally:
             self._step = None
+
+    def expect_parts(self, more: bool) -> None:
+        """Tell whether the next backward is that of a part of a micro-batch, and more follow: gradients stay local."""
+        self._more_parts = more
 
     def mark_ready(self, bucket: Bucket) -> None:
         """Launch the reduction of ``bucket``, whose gradients are all there, when its turn has come."""
@@ -134,7 +137,7 @@ class GradReducer:
         """True if the gradients of ``bucket`` from the running backward wait for a later reduction."""
         if self._exchange.reduces_each_backward:
             # Each micro-batch is reduced once, also one whose backward comes in parts.
-            return bucket.plan.is_wide or self.more_parts
+            return bucket.plan.is_wide or self._more_parts
         waits = not self.sync or self._exchange.reduces_at_step
         return bucket.plan.is_wide or (waits and not bucket.sharding.grads)
 

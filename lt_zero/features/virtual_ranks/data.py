@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.common.held import OwnGenerators
-from lt_zero.common.random_states import RandomStates
+from lt_zero.common.saved_random_states import read_states
 from lt_zero.core.comm.ranks import Ranks
 from lt_zero.core.data_part import ReadsPart, Turns, reading
 from lt_zero.features.virtual_ranks.streams import DATA, ORDER, Streams
@@ -243,7 +243,7 @@ class RoundLoader:
     def _set_places(self, places: Mapping[int, dict[str, Any]], kinds: Sequence[str]) -> None:
         for number, loader in zip(self.numbers, self.loaders, strict=True):
             place = places[number]
-            states = {(kind, number): RandomStates.of(place[kind], "the place in the data") for kind in kinds}
+            states = {(kind, number): read_states(place[kind], "the place in the data") for kind in kinds}
             self._streams.set(states)
             for generator, state in zip(_generators_of(loader), place["generators"], strict=True):
                 generator.set_state(state)

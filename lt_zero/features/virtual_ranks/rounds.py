@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.random_states import RandomStates
+from lt_zero.common.saved_random_states import read_states
 from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.config.parallel_sizes import ParallelSizes
 from lt_zero.core.comm.ranks import Ranks
@@ -57,7 +58,7 @@ class VirtualRounds(Rounds):
     @override
     def begin(self, anew: bool) -> None:
         mine = RandomStates.now().state_dict() if self._ranks.rank == 0 else None
-        first = RandomStates.of(self._ranks.host_broadcast(mine, "random states"), "random states of rank 0")
+        first = read_states(self._ranks.host_broadcast(mine, "random states"), "random states of rank 0")
         first.apply()
         if anew:
             self._streams.begin(first)

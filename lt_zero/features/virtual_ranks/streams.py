@@ -17,6 +17,7 @@ from typing import Any
 
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.random_states import RandomStates
+from lt_zero.common.saved_random_states import derived, read_states
 
 COMPUTE = "compute"
 DATA = "data"
@@ -43,9 +44,9 @@ class Streams:
         """Derive the streams from the states that all ranks share."""
         self._inside = None  # an error may have ended the last run inside of a turn
         for number in self.numbers:
-            self._states[COMPUTE, number] = shared.derived(number + 1)
-            self._states[DATA, number] = shared.derived(self.count + number + 1)
-            self._states[ORDER, number] = shared.derived(2 * self.count + 1)
+            self._states[COMPUTE, number] = derived(shared, number + 1)
+            self._states[DATA, number] = derived(shared, self.count + number + 1)
+            self._states[ORDER, number] = derived(shared, 2 * self.count + 1)
 
     @contextmanager
     def of(self, number: int, kind: str = COMPUTE) -> Iterator[None]:
@@ -98,5 +99,5 @@ class Streams:
                     "saved."
                 )
             for number in self.numbers:
-                found[kind, number] = RandomStates.of(of_all[number], where)
+                found[kind, number] = read_states(of_all[number], where)
         return found

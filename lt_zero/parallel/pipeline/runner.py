@@ -181,7 +181,7 @@ class Runner(ProcessLocal):
             loss = self._mean(batch, count)
         finally:
             self.engine.set_requires_gradient_sync(batch.sync)
-            self.engine.reducer.more_parts = False
+            self.engine.reducer.expect_parts(False)
             self.batch = _Batch([], None, 1.0, None, False)
         if not trains:
             return loss
@@ -395,7 +395,7 @@ class Runner(ProcessLocal):
         """Context of a backward of a stage of this rank."""
         batch = self.batch
         batch.backwards += 1
-        self.engine.reducer.more_parts = batch.backwards < batch.last_backward
+        self.engine.reducer.expect_parts(batch.backwards < batch.last_backward)
         self.engine.set_requires_gradient_sync(batch.sync and batch.backwards == batch.last_backward)
         device = self.engine.device.type
         with torch.autocast(device, enabled=False), self.engine.backward_pass(self._buckets[stage]):

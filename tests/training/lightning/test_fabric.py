@@ -24,6 +24,7 @@ from lt_zero.checkpoint.native import load_rank_state
 from lt_zero.common.compat.of_compile import is_compiled
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.random_states import RandomStates
+from lt_zero.common.saved_random_states import read_states
 from lt_zero.training.lightning.data_position.loop import PLACE, LoopLoader
 from lt_zero.training.lightning.fabric_items import FabricItems
 from tests.support.features import needs
@@ -405,7 +406,7 @@ def _loads_places(folder: Path, kind: str) -> list[list[Any]]:
         fabric.load(folder / f"{point}", state)
         fabric.save(folder / "again", state)  # before a batch was read
         fabric.load(folder / "again", state)
-        RandomStates.of(state["random"], "random").apply()
+        read_states(state["random"], "random").apply()
         found.append(_reads_on(state["loader"], 14 - point))
     return found
 

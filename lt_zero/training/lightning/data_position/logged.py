@@ -111,7 +111,7 @@ def of_data_ranks(states: Sequence[dict[str, Any]], firsts: range) -> list[dict[
 
 
 def turns_of(states: Sequence[dict[str, Any]]) -> list[Any]:
-    """What micro-batches have logged on all ranks; of the same micro-batch and rows the last one counts."""
+    """The values that micro-batches have logged on all ranks; of the same micro-batch and rows the last one counts."""
     logged = [state["logged"] for state in states if state["logged"] and "turns" in state["logged"]]
     return [turns for values in logged for turns in (*values.get(_OF_PARTS, ()), values["turns"])]
 

@@ -10,7 +10,7 @@ from lt_zero.common.errors import CheckpointError
 from lt_zero.common.random_states import RandomStates
 from lt_zero.training.lightning.data_position.loader_place import LoaderPlace
 from lt_zero.training.lightning.data_position.position import Feed, LoaderPosition, Make, tracked
-from lt_zero.training.lightning.data_position.resume import faults_of, place_of
+from lt_zero.training.lightning.data_position.resume import faults_of, other_shares, place_of
 
 PLACE = "lt_zero_place"
 
@@ -98,7 +98,9 @@ class LoopLoader:
             self._pending = None
             before = RandomStates.now()
             if self._tells and _is_inside(place):
-                self._position.tell_other_shares(place)
+                text = other_shares(self._position.loader, self._position.at, place)
+                if text is not None:
+                    self._position.tell(text)
             self._position.resume(place, new_epoch=False)
             if not _is_inside(place):
                 self._tell_epoch()

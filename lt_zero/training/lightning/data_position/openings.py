@@ -27,6 +27,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lt_zero.common.random_states import RandomStates
+from lt_zero.common.saved_random_states import read_states
 from lt_zero.training.lightning.data_position.own_state import OwnState, opened_sampler
 
 
@@ -47,7 +48,7 @@ class Opening(NamedTuple):
     @classmethod
     def of(cls, packed: Any, where: str) -> Opening:
         """Restore from ``state_dict``. Raises: CheckpointError."""
-        return cls(RandomStates.of(packed["states"], where), packed["own"])
+        return cls(read_states(packed["states"], where), packed["own"])
 
 
 class Openings:

@@ -71,12 +71,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.module_hooks import ProcessLocal
-from lt_zero.common.random_states import RandomStates, own_or_derived
+from lt_zero.common.random_states import RandomStates
 from lt_zero.common.users_code import warn
 from lt_zero.core.rounds import Rounds
 from lt_zero.training.lightning.data_position.attributes import asked, attributes_of, slots_of, write
@@ -377,6 +377,7 @@ class DataPosition:
         Raises:
             CheckpointError: the states cannot be read.
         """
+        from lt_zero.common.saved_random_states import own_or_derived, read_states
         from lt_zero.training.lightning.data_position.resume import check_state, correct_counters, place_of
 
         if not isinstance(states, Sequence) or not states:
@@ -392,13 +393,13 @@ class DataPosition:
         for i in range(len(own["states"])):
             packed = [s["states"][i] for s in states if i < len(s["states"])]
             of_rounds = [s["rounds"][i] for s in states if i < len(s.get("rounds", ()))]
-            process = own_or_derived([RandomStates.of(state, where) for state in packed], rank)
+            process = own_or_derived([read_states(state, where) for state in packed], rank)
             upcoming.append(Draws(process, self._rounds.unpacked(of_rounds, where)))
         for i, loader in enumerate(own["loaders"]):
             others = [s["loaders"][i]["state"] for s in states if i < len(s["loaders"])]
             loader["state"] = self._rounds.merged(others, loader["state"])
         requests = [s["request"]["states"] for s in states]
-        asked = [RandomStates.of(request, where) for request in requests if request is not None]
+        asked = [read_states(request, where) for request in requests if request is not None]
         self._pending = [place_of(packed, where) for packed in own["loaders"]]
         self._upcoming = deque(upcoming)
         self._loaded = {**own, **self._packed(upcoming)}
@@ -429,9 +430,13 @@ class DataPosition:
         before = self._now()
         counter = self._trainer.fit_loop.epoch_loop.batch_progress.current
         counted = counter.state_dict()
+        from lt_zero.training.lightning.data_position import resume
+
         for position, place in zip(self._feed.positions, places, strict=False):
             if place.fetched and not self._new_epoch and self._trainer.is_global_zero:
-                position.tell_other_shares(place)
+                text = resume.other_shares(position.loader, position.at, place)
+                if text is not None:
+                    position.tell(text)
             position.resume(place, self._new_epoch)
         counter.load_state_dict(counted)
         self._set(before)
@@ -727,7 +732,7 @@ class LoaderPosition:
             count, served = 0, 0
         workers = bool(getattr(self.loader, "persistent_workers", False))
         if workers and place.openings > min(count, 1):
-            self._warn("keeps its workers (persistent_workers=True), whose random numbers start over")
+            self.tell("keeps its workers (persistent_workers=True), whose random numbers start over")
             # Start the workers now, so that the pass draws no seed for them; a loader that is opened late starts them
             # with the first batch.
             self.make()
@@ -776,31 +781,7 @@ class LoaderPosition:
     def tell_inexact(self) -> None:
         """Warn of what a resume will not repeat."""
         for reason in inexact(self.loader, self.own, self.stateful):
-            self._warn(reason)
-
-    def tell_other_shares(self, place: LoaderPlace) -> None:
-        """Warn if a run does not go on after the samples that were seen: with other ranks, batches or workers."""
-        before = place.ranks
-        if before not in (None, self.ranks):
-            if not _is_shared_out(self.loader, min(before, self.ranks)):
-                self._warn(
-                    f"goes on with {self.ranks} ranks in an epoch that {before} began, and decides itself which "
-                    "samples a rank reads: samples of this epoch may be seen twice or not at all. DistributedSampler "
-                    "shares out one order among any number of ranks"
-                )
-            return
-        if not isinstance(getattr(reader_of(self.loader), "dataset", None), IterableDataset):
-            return
-        if place.workers is not None and max(place.workers, 1) != max(self.workers, 1):
-            self._warn(
-                f"goes on with num_workers={self.workers} in an epoch that num_workers={place.workers} began, and its "
-                "workers share out the samples: samples of this epoch may be seen twice or not at all"
-            )
-        elif place.unit != self.unit and self.workers > 0:
-            self._warn(
-                "goes on with another batch size: its workers share out batches, so that samples of this epoch may "
-                "be seen twice or not at all"
-            )
+            self.tell(reason)
 
     def _resume_pass(self, place: LoaderPlace, count: int, state: Any) -> None:
         """Restore a pass after its first ``count`` batches."""
@@ -819,7 +800,9 @@ class LoaderPosition:
             restored = self._load(state)
             opening = place.opening.without(restored) if place.opening is not None else None
             batches = self._openings.passed(self.make, place.start, opening)
-            _count_once(self.loader, count)
+            from lt_zero.training.lightning.data_position.resume import count_once
+
+            count_once(self.loader, count)
         else:
             batches = self._repeat(place, count)
         self._epochs.restore(place.epochs_now)
@@ -873,7 +856,7 @@ class LoaderPosition:
             self.own.set(place.own_now, state_dicts=True)
             return self._opened()
         if not same:
-            self._warn(
+            self.tell(
                 f"was read again up to the checkpoint, and batch {count} is another one now, or missing: the order of "
                 "its samples is not repeated, and samples may be seen twice or not at all in this epoch. The order "
                 "depends on random numbers that are drawn between batches, on a generator that was not found, or on "
@@ -882,7 +865,7 @@ class LoaderPosition:
             )
         elif witness is not None and None not in (witness.size, self._size) and witness.size != self._size:
             # A program that leaves out the samples that were seen gives the same indices to a shorter data set.
-            self._warn(
+            self.tell(
                 f"had {witness.size} samples at the checkpoint, and has {self._size} now. The indices of the samples "
                 "that were seen are the same, so the run goes on after them. If the program leaves out the samples "
                 "that were seen (by `trainer.global_step`), as many are left out once more, as lt_zero does so by "
@@ -925,15 +908,16 @@ class LoaderPosition:
     def tell_unsaved(self) -> None:
         """Warn about private state that a checkpoint does not have."""
         for path, error in self.own.untold.items():
-            self._warn(f"has a {path} whose `state_dict` fails ({error}): a resumed run may see another order")
+            self.tell(f"has a {path} whose `state_dict` fails ({error}): a resumed run may see another order")
         if self.own.too_long:
             longest, self.own.too_long = ", ".join(sorted(set(self.own.too_long))), []
-            self._warn(
+            self.tell(
                 f"changes {longest} in place, which is too long for a checkpoint (more than {LONGEST} elements): a "
                 "resumed run will have another order"
             )
 
-    def _warn(self, text: str) -> None:
+    def tell(self, text: str) -> None:
+        """Warn of the loader: ``text`` is what it does."""
         warn(f"The training loader {_name(self.loader)} {text}.", UserWarning)
 
 
@@ -1055,33 +1039,6 @@ def _forget_loaded(loader: Any, parts: Iterable[Any]) -> None:
     for part in parts:
         if type(part).__module__.split(".")[0] == "datasets" and asked(part, "_starting_state_dict") is not None:
             part._starting_state_dict = None
-
-
-def _count_once(loader: Any, given: int) -> None:
-    """Let a resumed pass of a loader of torchdata have as many batches as were ``given``.
-
-    It reads an iterable data set that has no state up to there again, and adds these batches to the number that it has
-    loaded. A state that it tells later would be of a place twice as far.
-    """
-    iterator = vars(loader).get("_iterator")
-    surplus = getattr(iterator, "_num_yielded", given) - given
-    if surplus <= 0 or type(iterator).__module__.split(".")[0] != "torchdata":
-        return
-    iterator._num_yielded -= surplus
-    snapshot = getattr(iterator, "_snapshot", None)  # of its workers
-    if isinstance(snapshot, dict):
-        snapshot["_snapshot_step"] -= surplus
-
-
-def _is_shared_out(loader: object, fewest: int) -> bool:
-    """True if any number of ranks, of at least ``fewest``, shares out one order of a loader's samples.
-
-    One process has no DistributedSampler. Lightning's, which it adds for training on several ranks, shuffles.
-    """
-    sampler = getattr(loader, "sampler", None)
-    if isinstance(getattr(loader, "batch_sampler", None), BatchSampler):
-        sampler = loader.batch_sampler.sampler  # type: ignore[attr-defined]
-    return isinstance(sampler, DistributedSampler) and (fewest > 1 or not sampler.shuffle)
 
 
 def _counts(loader: object) -> dict[str, int]:

@@ -7,16 +7,17 @@ from dataclasses import fields
 from typing import Any, cast
 
 import lightning.pytorch as pl
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from lt_zero.common.compat.of_lightning_loops import TrainingLoops
 from lt_zero.common.errors import CheckpointError
-from lt_zero.common.random_states import RandomStates
+from lt_zero.common.saved_random_states import read_states
 from lt_zero.common.users_code import warn
 from lt_zero.training.lightning.data_position.iteration import RESTS, Rest
 from lt_zero.training.lightning.data_position.loader_place import COUNTED, POSITION, VERSION, LoaderPlace
 from lt_zero.training.lightning.data_position.logged import are_values, restore_values
 from lt_zero.training.lightning.data_position.openings import Opening
-from lt_zero.training.lightning.data_position.own_state import are_states
+from lt_zero.training.lightning.data_position.own_state import are_states, reader_of
 from lt_zero.training.lightning.data_position.witness import Witness
 
 
@@ -83,7 +84,7 @@ def place_of(packed: dict[str, Any], where: str) -> LoaderPlace:
     opening = packed.get("opening")
     witness = packed["witness"]
     read = {
-        "start": RandomStates.of(start, where) if start is not None else None,
+        "start": read_states(start, where) if start is not None else None,
         "opening": Opening.of(opening, where) if opening is not None else None,
         "witness": Witness.of(witness, where) if witness is not None else None,
     }
@@ -206,3 +207,63 @@ def _set_epochs(trainer: pl.Trainer, processed: int, completed: int) -> None:
     for tracker in (epochs.total, epochs.current):
         tracker.processed = tracker.ready + processed
         tracker.completed = tracker.ready + completed
+
+
+def other_shares(loader: Any, here: LoaderPlace, place: LoaderPlace) -> str | None:
+    """The text of a warning if a run does not go on after the samples that were seen; None if it does.
+
+    Args:
+        loader: the user's.
+        here: has the ranks, batches and workers of this run.
+        place: of the run that has saved.
+    """
+    before = place.ranks
+    if before is not None and here.ranks is not None and before != here.ranks:
+        if is_shared_out(loader, min(before, here.ranks)):
+            return None
+        return (
+            f"goes on with {here.ranks} ranks in an epoch that {before} began, and decides itself which samples a rank "
+            "reads: samples of this epoch may be seen twice or not at all. DistributedSampler shares out one order "
+            "among any number of ranks"
+        )
+    if not isinstance(getattr(reader_of(loader), "dataset", None), IterableDataset):
+        return None
+    workers = here.workers or 0
+    if place.workers is not None and max(place.workers, 1) != max(workers, 1):
+        return (
+            f"goes on with num_workers={workers} in an epoch that num_workers={place.workers} began, and its workers "
+            "share out the samples: samples of this epoch may be seen twice or not at all"
+        )
+    if place.unit != here.unit and workers > 0:
+        return (
+            "goes on with another batch size: its workers share out batches, so that samples of this epoch may be seen "
+            "twice or not at all"
+        )
+    return None
+
+
+def is_shared_out(loader: object, fewest: int) -> bool:
+    """True if any number of ranks, of at least ``fewest``, shares out one order of a loader's samples.
+
+    One process has no DistributedSampler. Lightning's, which it adds for training on several ranks, shuffles.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(getattr(loader, "batch_sampler", None), BatchSampler):
+        sampler = loader.batch_sampler.sampler  # type: ignore[attr-defined]
+    return isinstance(sampler, DistributedSampler) and (fewest > 1 or not sampler.shuffle)
+
+
+def count_once(loader: Any, given: int) -> None:
+    """Let a resumed pass of a loader of torchdata have as many batches as were ``given``.
+
+    It reads an iterable data set that has no state up to there again, and adds these batches to the number that it has
+    loaded. A state that it tells later would be of a place twice as far.
+    """
+    iterator = vars(loader).get("_iterator")
+    surplus = getattr(iterator, "_num_yielded", given) - given
+    if surplus <= 0 or type(iterator).__module__.split(".")[0] != "torchdata":
+        return
+    iterator._num_yielded -= surplus
+    snapshot = getattr(iterator, "_snapshot", None)  # of its workers
+    if isinstance(snapshot, dict):
+        snapshot["_snapshot_step"] -= surplus

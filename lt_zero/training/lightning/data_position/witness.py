@@ -52,7 +52,9 @@ class Witness:
     @classmethod
     def of(cls, packed: Any, where: str) -> Witness:
         """Restore from ``state_dict``. Raises: CheckpointError."""
-        witness = cls(None, RandomStates.of(packed["states"], where), size=packed.get("size"))
+        from lt_zero.common.saved_random_states import read_states
+
+        witness = cls(None, read_states(packed["states"], where), size=packed.get("size"))
         witness._digest = packed["digest"]
         return witness
 
