@@ -179,7 +179,7 @@ def cells(name: str, needed: float, found: list[list[Peer]]) -> tuple[str, str]:
 
 def steps(args: argparse.Namespace) -> list[str]:
     """The two tables: step times and memory."""
-    from lt_zero.planning.limits import host_memory
+    from lt_zero.common.host_memory import host_memory
 
     deadline = time.monotonic() + 60 * args.minutes
     names = args.peers.split(",")

@@ -31,7 +31,7 @@ import weakref
 from pathlib import Path
 
 from lt_zero.common.units import exact_bytes
-from lt_zero.core.stores.direct_file import free_bytes, trouble
+from lt_zero.core.stores.direct_file import filesystem_of, free_bytes, trouble
 from lt_zero.core.stores.io_options import SwapError
 from lt_zero.core.stores.thread_pool import log
 
@@ -102,21 +102,6 @@ def _unlock_all() -> None:
 
 
 os.register_at_fork(after_in_child=_unlock_all)
-
-
-def filesystem_of(path: Path) -> str:
-    """The type of the file system under ``path``, such as "ext4"; "" if it is unknown."""
-    device = os.stat(path).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        mount, _, rest = line.partition(" - ")
-        if mount.split()[2] == number:
-            return rest.split()[0]
-    return ""
 
 
 def _make_base(base: Path) -> None:

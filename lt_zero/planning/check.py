@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_zero.common.compat import without_torch_function
+from lt_zero.common.host_memory import Available, host_memory
 from lt_zero.common.moment_form import stored_part
 from lt_zero.common.places import is_there, load_if_installed
 from lt_zero.common.units import GB
@@ -49,7 +50,7 @@ from lt_zero.planning.forecast import (
     Forecast,
     forecast,
 )
-from lt_zero.planning.limits import Available, NotEnoughMemory, check_host_memory, shortage
+from lt_zero.planning.limits import NotEnoughMemory, check_host_memory, shortage
 from lt_zero.planning.setup import Setup, kind_of, states_and_kernel
 
 RESTING = "in files"  # bytes of files, of all kinds
@@ -205,7 +206,7 @@ def _compare(run: CheckedRun, cast: Forecast, phases: Sequence[str], taken: Mapp
     # both as needed and as taken.
     needs = {phase: cast.need_of_rank(phase, HOST, first=world.rank == 0) for phase in phases}
     problem = _gpu_problem(cast, phases, taken.get("cuda", 0), world)
-    mine = _Rank(needs, taken.get("cpu", 0), limits.host_memory(), problem)
+    mine = _Rank(needs, taken.get("cpu", 0), host_memory(), problem)
     try:
         here = host_identity()
     except OSError:  # not Linux

@@ -209,8 +209,8 @@ def _launcher(path: Path) -> Iterator[Row]:
 def _memory(path: Path) -> Iterator[Row]:
     import psutil
 
+    from lt_zero.common.host_memory import cgroup_limits
     from lt_zero.common.units import format_bytes
-    from lt_zero.planning.limits import cgroup_limits
 
     memory = psutil.virtual_memory()
     found = f"{format_bytes(memory.available)} available of {format_bytes(memory.total)}"
@@ -223,8 +223,7 @@ def _memory(path: Path) -> Iterator[Row]:
 
 def _disks(path: Path) -> Iterator[Row]:
     from lt_zero.common.units import format_bytes
-    from lt_zero.core.stores.direct_file import free_bytes
-    from lt_zero.offload.private_folder import filesystem_of
+    from lt_zero.core.stores.direct_file import filesystem_of, free_bytes
 
     for name, folder in (("disk", path.absolute()), ("tmp folder", Path(tempfile.gettempdir()))):
         if not folder.is_dir():

@@ -22,8 +22,9 @@ from lt_zero.checkpoint.native import archive as archive_file
 from lt_zero.checkpoint.native import directory, records
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Manifest, PendingDirectory
-from lt_zero.checkpoint.native.save import DirectoryWriter
+from lt_zero.checkpoint.native.save import Bundle, DirectoryWriter
 from lt_zero.checkpoint.open import checked_file, is_directory, name_latest, open_source, read_latest, verify
+from lt_zero.common import host_memory
 from lt_zero.common.errors import CheckpointError
 from lt_zero.core.stores import direct_file, staging
 from tests.support.checkpoint_tools import SHARDED, error_of, raised, train
@@ -388,3 +389,20 @@ def test_a_folder_that_cannot_be_opened_is_removed(tmp_path: Path, monkeypatch: 
     with pytest.raises(CheckpointError, match=f"Cannot make a folder beside {tmp_path}/one.*read-only"):
         PendingDirectory.make(str(tmp_path / "one"))
     assert not _names(tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "size", "told"), [("tmpfs", 5000, 1000), ("tmpfs", 500, 500), ("ramfs", 0, 1000)])
+def test_a_folder_in_memory_ends_at_the_limit_of_the_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, size: int, told: int
+) -> None:
+    """The kernel kills ranks that write more than that. A ramfs tells no size."""
+    place = PendingDirectory.make(str(tmp_path / "one"))
+    monkeypatch.setattr(directory, "free_bytes", lambda path: size)
+    monkeypatch.setattr(host_memory, "host_memory", lambda: host_memory.Available(1000, "the limit of a container"))
+    monkeypatch.setattr(directory, "filesystem_of", lambda path: "ext4")
+    assert place.free_bytes() == size
+    monkeypatch.setattr(directory, "filesystem_of", lambda path: kind)
+    writer = DirectoryWriter(place, Bundle({"model.weight": torch.zeros(2000)}), 0)
+    with pytest.raises(CheckpointError, match=rf"but {told} bytes are free\..*This is {kind}, .*--shm-size"):
+        writer.divided([writer.own_parts()])
+    place.discard()

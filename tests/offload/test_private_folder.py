@@ -21,12 +21,13 @@ import pytest
 
 import lt_zero
 from lt_zero.core.stores import direct_file
+from lt_zero.core.stores.direct_file import filesystem_of
 from lt_zero.core.stores.io_options import SwapError
 from lt_zero.core.stores.store import Speed
 from lt_zero.core.stores.thread_pool import IoPool
 from lt_zero.offload import private_folder
 from lt_zero.offload.nvme_store import probe
-from lt_zero.offload.private_folder import SwapFolder, filesystem_of
+from lt_zero.offload.private_folder import SwapFolder
 
 
 def _start_child(work: Callable[[], None]) -> int:

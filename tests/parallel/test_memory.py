@@ -13,17 +13,18 @@ from torch import nn
 import lt_zero
 from lt_zero import ZeroConfig, estimate
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.host_memory import Available
 from lt_zero.config.precision import dtype_policy
 from lt_zero.core.comm.shard_group import ShardGroup
 from lt_zero.core.comm.world import World
 from lt_zero.core.engine.bucket import Bucket
 from lt_zero.core.engine.storage_plan import DEVICE, HOST
 from lt_zero.parallel.mesh import ParallelMesh, ParallelSizes
-from lt_zero.planning import limits
+from lt_zero.planning import check
 from lt_zero.planning.check import check_optimizers, measured, setup_of
 from lt_zero.planning.estimate import estimate_traffic
 from lt_zero.planning.forecast import COPY, FRESH, GATHERED, GRADS, LOCAL, MASTER, MOMENTS, REDUCE, WEIGHTS, forecast
-from lt_zero.planning.limits import Available, NotEnoughMemory
+from lt_zero.planning.limits import NotEnoughMemory
 from tests.support.cut_blocks import RULES, CutBlocks
 from tests.support.matrix import only, only_rows
 from tests.support.nodes import NodePool, Traffic
@@ -133,7 +134,7 @@ def _refused(stage: int, when: str) -> None:
 
         def be_poor() -> None:
             free = Available(1000 if dist.get_rank() == 1 else 10**12, "a small test machine")
-            patch.setattr(limits, "host_memory", lambda *_: free)
+            patch.setattr(check, "host_memory", lambda *_: free)
 
         if when == "building":
             be_poor()

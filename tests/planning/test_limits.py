@@ -24,6 +24,7 @@ import lt_zero
 from lt_zero import NotEnoughMemory, Sizes, ZeroConfig, ZeroStrategy
 from lt_zero.cli import app
 from lt_zero.common.garbage import gc_disabled
+from lt_zero.common.host_memory import Available, cgroup_limits, host_memory
 from lt_zero.common.tables import show
 from lt_zero.common.units import GB, format_bytes
 from lt_zero.core.comm import world
@@ -32,7 +33,7 @@ from lt_zero.core.engine.bucket import Bucket
 from lt_zero.planning import check, limits
 from lt_zero.planning.communicators import NBYTES
 from lt_zero.planning.estimate import Machine, cheapest, misfit, settings, settings_table
-from lt_zero.planning.limits import Available, cgroup_limits, check_host_memory, host_memory
+from lt_zero.planning.limits import check_host_memory
 from lt_zero.training.lightning.model_report import unit_table
 from tests.support.features import needs, skip_without
 from tests.support.lightning_tools import GPT, QUIET
@@ -162,7 +163,7 @@ def _refused(poor: int) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     patch = pytest.MonkeyPatch()
     free = 1000 if dist.get_rank() == poor else 10**12
-    patch.setattr(limits, "host_memory", lambda *_: Available(free, "a small test machine"))
+    patch.setattr(check, "host_memory", lambda *_: Available(free, "a small test machine"))
     made: list[Any] = []
     patch.setattr(Bucket, "__init__", lambda *_: made.append(1))
     try:
@@ -196,7 +197,7 @@ def _after_another_run() -> None:
         before = weakref.ref(Before())
         free = {True: 1000, False: 10**12}  # by whether it is alive, on rank 1
         alive = lambda: dist.get_rank() == 1 and before() is not None  # noqa: E731
-        patch.setattr(limits, "host_memory", lambda *_: Available(free[alive()], "a test"))
+        patch.setattr(check, "host_memory", lambda *_: Available(free[alive()], "a test"))
         patch.setattr(world, "_joined", set())  # after runs of other tests on one rank, that rank would collect earlier
         assert before() is not None
         lt_zero.shard(Net(), ZeroConfig(stage=2))

@@ -22,13 +22,11 @@ from packaging.version import Version
 from typer.testing import CliRunner, Result
 
 from lt_zero import cli
-from lt_zero.common import accelerator, compat
+from lt_zero.common import accelerator, compat, host_memory
 from lt_zero.core.comm.shared_memory import SharedArena
 from lt_zero.core.stores import direct_file
 from lt_zero.kernels import library
 from lt_zero.kernels.library import Status
-from lt_zero.offload import private_folder
-from lt_zero.planning import limits
 from lt_zero.tools import doctor
 from lt_zero.tools.doctor import Row
 
@@ -291,24 +289,24 @@ def test_instruction_sets_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10**9, total=32 * 10**9))
     groups = [
-        limits.Available(5 * 10**9, "the limit 8.0 GB of control group /"),
-        limits.Available(10**9, "that of /job"),
+        host_memory.Available(5 * 10**9, "the limit 8.0 GB of control group /"),
+        host_memory.Available(10**9, "that of /job"),
     ]
-    monkeypatch.setattr(limits, "cgroup_limits", lambda: groups)
+    monkeypatch.setattr(host_memory, "cgroup_limits", lambda: groups)
     found = rows(doctor._memory)
     assert found["memory"][:3] == ("memory", "1.00 GB available of 32.00 GB", "limited")
     assert found["cgroup limit"][:3] == ("cgroup limit", "1.00 GB left of that of /job", "limited")
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=3 * 10**9, total=32 * 10**9))
-    monkeypatch.setattr(limits, "cgroup_limits", lambda: groups[:1])
+    monkeypatch.setattr(host_memory, "cgroup_limits", lambda: groups[:1])
     assert {row.verdict for row in rows(doctor._memory).values()} == {"ok"}
-    monkeypatch.setattr(limits, "cgroup_limits", lambda: [])
+    monkeypatch.setattr(host_memory, "cgroup_limits", lambda: [])
     assert rows(doctor._memory)["cgroup limit"] == Row("cgroup limit", "none")
 
 
 def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("lt_zero.core.stores.direct_file.free_bytes", lambda path: 3 * 10**9)
-    monkeypatch.setattr(private_folder, "filesystem_of", lambda path: "tmpfs")
+    monkeypatch.setattr("lt_zero.core.stores.direct_file.filesystem_of", lambda path: "tmpfs")
     found = rows(doctor._disks, tmp_path)
     assert found["disk"].found == f"3.00 GB free in {tmp_path} (tmpfs)"
     assert (found["disk"].verdict, found["tmp folder"].verdict) == ("limited", "ok")  # the latter may be memory

@@ -40,7 +40,7 @@ from lt_zero.checkpoint.source import Spec
 from lt_zero.common.boxes import Box
 from lt_zero.common.errors import CheckpointError
 from lt_zero.core.stores.checked_file import STEP, FileRecord, FileSink, Sink, StreamSink, WriterPool
-from lt_zero.core.stores.direct_file import free_bytes, trouble
+from lt_zero.core.stores.direct_file import filesystem_of, free_bytes, trouble
 from lt_zero.core.stores.staging import Staging, hidden_name, leftovers, staged, staging_path, sync_folder, whole_name
 
 MANIFEST = "manifest.json"
@@ -258,8 +258,23 @@ class PendingDirectory:
             )
 
     def free_bytes(self) -> int | None:
-        """Free space; None if unknown."""
-        return free_bytes(Path(self.folder)) if self._fs is None else None
+        """Free space, in memory at most what the host and the control groups have left; None if unknown."""
+        if self._fs is not None:
+            return None
+        kind = self.kind_of_memory()
+        free = free_bytes(Path(self.folder))
+        if kind is None:
+            return free
+        from lt_zero.common.host_memory import host_memory
+
+        left = host_memory().nbytes
+        # A ramfs has no size of its own, and reports that nothing is free.
+        return left if kind == "ramfs" else min(free, left)
+
+    def kind_of_memory(self) -> str | None:
+        """The type of the file system if its files are in memory (tmpfs, ramfs), else None."""
+        kind = filesystem_of(Path(self.folder)) if self._fs is None else ""
+        return kind if kind in ("tmpfs", "ramfs") else None
 
     def sink(self, name: str, expected: int = 0) -> Sink:
         """A sink for a new file in the directory; ``expected``: its approximate size in bytes."""

@@ -390,9 +390,15 @@ class DirectoryWriter:
         need = sum(map(_size_of, parts))
         free = self.place.free_bytes()
         if free is not None and free < need:
+            remedy = "Free space, lower ModelCheckpoint's save_top_k, or save to another disk."
+            if (kind := self.place.kind_of_memory()) is not None:
+                remedy = (
+                    f"This is {kind}, which is memory: start the container with a larger --shm-size and memory limit, "
+                    "lower ModelCheckpoint's save_top_k, or save to a disk."
+                )
             raise CheckpointError(
                 f"{self.place.name} needs {exact_bytes(need)}, but {exact_bytes(free)} are free. Nothing was written. "
-                "Free space, lower ModelCheckpoint's save_top_k, or save to another disk."
+                + remedy
             )
         return parts
 

@@ -45,6 +45,21 @@ def free_bytes(path: Path) -> int:
     return state.f_bavail * state.f_frsize
 
 
+def filesystem_of(path: Path) -> str:
+    """The type of the file system under ``path``, such as "ext4"; "" if it is unknown."""
+    device = os.stat(path).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        mount, _, rest = line.partition(" - ")
+        if mount.split()[2] == number:
+            return rest.split()[0]
+    return ""
+
+
 def trouble(what: str, folder: Path, error: OSError, kind: type[RuntimeError] = SwapError) -> RuntimeError:
     """An error of type ``kind`` with the failure, its cause and the remedy.
 

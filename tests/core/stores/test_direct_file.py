@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from lt_zero.core.stores import direct_file
+from lt_zero.core.stores.direct_file import filesystem_of
 from lt_zero.core.stores.io_options import SwapError
 from lt_zero.core.stores.pinned import BLOCK, aligned_buffer, checksum, rounded
 from lt_zero.core.stores.thread_pool import IoPool
 from lt_zero.offload import swap_file
-from lt_zero.offload.private_folder import filesystem_of
 from lt_zero.offload.swap_file import SwapFile
 from tests.support.offload_tools import change, fail_with, in_child, noise, read, write
 
