@@ -134,9 +134,19 @@ class StepTurns:
     Args:
         rounds: of the run, which has some.
         engine: of the model.
+        stages: of its pipeline.
+
+    Raises:
+        ConfigError: it has several stages: a pipeline runs several backwards for one batch.
     """
 
-    def __init__(self, rounds: Rounds, engine: Engine) -> None:
+    def __init__(self, rounds: Rounds, engine: Engine, stages: int = 1) -> None:
+        if stages > 1:
+            raise ConfigError.about(
+                _KEY,
+                f"{_KEY}={rounds.count}: a loop of one's own counts backwards, of which a pipeline runs several for a "
+                f"batch, and pipeline.stages={stages}. Train it in a Trainer, or remove one of the keys.",
+            )
         self._rounds = rounds
         self._turn = 0
         self._begun = False  # whether a forward of this turn was run

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lt_zero.core import division
 from lt_zero.core.comm.ranks import Ranks
 from lt_zero.core.comm.sequence import world_of
 from lt_zero.parallel.sequence.ranks import current
@@ -38,7 +39,8 @@ def token_mean(losses: Tensor, mask: Tensor | None = None, over: str = "sequence
         of the parameters, after the engine has averaged them over ranks, are those of this mean.
 
     Raises:
-        ValueError: shapes do not fit, or the mask requires a gradient.
+        ValueError: shapes do not fit, or the mask requires a gradient. Or the mean is over data ranks in a run of
+            rounds, of which they run as many micro-batches at a time as there are of them.
     """
     if over not in OVER:
         raise ValueError(f'over={over!r} is unknown. Write "sequence" or "data".')
@@ -60,6 +62,12 @@ def means_taken() -> int:
 
 def _ranks(over: str, device: torch.device) -> Ranks | None:
     """The ranks that have tokens of the mean; None: this one alone."""
+    run = division.current()
+    if over == "data" and run is not None and run.rounds.count is not None:
+        raise ValueError(
+            f'over="data", and reproducible.virtual_ranks={run.rounds.count}: the mean would be over the micro-batches '
+            'that run at the same time, whose number is that of data ranks. Use over="sequence".'
+        )
     ranks = current()
     if ranks is not None:
         return ranks.group if over == "sequence" else ranks.data

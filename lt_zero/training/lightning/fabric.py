@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -278,8 +278,21 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
                 f"reproducible.virtual_ranks={rounds.count}: a backward is one micro-batch of a round, and this is the "
                 "second module that is trained. Set up one module.",
             )
-        turns = self._turns = StepTurns(rounds, engine)
-        return ShardedModule(module, engine, lambda module, trains: turns.forward(trains))
+        if self.config.sequence_parallel_size > 1:
+            raise ConfigError.about(
+                "reproducible.virtual_ranks",
+                f"reproducible.virtual_ranks={rounds.count}: with Fabric the batches of a round are not cut into parts "
+                f"of sequences, and sequence_parallel_size={self.config.sequence_parallel_size}. Train in a Trainer or "
+                "by lt_zero.initialize, or remove one of the keys.",
+            )
+        turns = self._turns = StepTurns(rounds, engine, self.config.pipeline.ranks)
+
+        @contextmanager
+        def forward(module: nn.Module, trains: bool) -> Iterator[None]:
+            with turns.forward(trains), self.session.division.forward(module, trains):
+                yield
+
+        return ShardedModule(module, engine, forward)
 
     @override
     def setup_module_and_optimizers(

@@ -111,7 +111,8 @@ class TrainingEngine(EngineQueries):
         self._added = self._gas  # micro-batches whose losses are added as they are
         self.engine: Engine = self.session.build(model, config, wanted, policy, training=True)
         rounds = self.session.rounds
-        self._turns = StepTurns(rounds, self.engine) if rounds.count is not None else None
+        stages = config.pipeline.ranks
+        self._turns = StepTurns(rounds, self.engine, stages) if rounds.count is not None else None
         self._losses: list[Tensor] = []  # of the micro-batches of a round that this rank has run
         self.module = model
         self._config = config

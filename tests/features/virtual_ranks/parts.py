@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
+import lightning as L
 import lightning.pytorch as pl
 import numpy as np
 import pytest
@@ -16,10 +18,11 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 import lt_zero
+from lt_zero import FabricZeroStrategy
 from lt_zero.common.errors import ConfigError
 from lt_zero.parallel import LocalRandom, Pipeline
 from tests.support import pipelines, sequences
-from tests.support.lightning_tools import sharded_trainer
+from tests.support.lightning_tools import sharded_trainer, torchrun_env
 from tests.support.mixtures import Mixture
 from tests.support.parallel_module import Rows
 from tests.support.pipeline_module import Texts
@@ -169,4 +172,43 @@ def refusal() -> str:
     keys = {"reproducible": {"virtual_ranks": COUNT}, **KINDS["pipeline"][1]}
     with pytest.raises(ConfigError) as caught:
         sharded_trainer(1, config=keys, max_epochs=1).fit(Tied())
+    return str(caught.value)
+
+
+_SEQUENCES = {"reproducible": {"virtual_ranks": COUNT}, "sequence_parallel_size": 2, "zero_optimization": {"stage": 2}}
+
+
+def _decoder() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = sequences.Decoder(dropout=0.2)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _turns() -> int:
+    return COUNT * 2 // dist.get_world_size()
+
+
+def loop_digests() -> list[str]:
+    """The digest after each step of a loop whose ranks have parts of sequences."""
+    model, optimizer = _decoder()
+    data = {"training_data": sequences.Rows(12), "collate_fn": sequences.first}
+    config = {**_SEQUENCES, "train_micro_batch_size_per_gpu": 1}
+    engine, _, loader, _ = lt_zero.initialize(model=model, optimizer=optimizer, config=config, **data)
+    digests = []
+    for number, batch in enumerate(loader, 1):
+        engine.backward(engine(**batch))
+        engine.step()
+        if number % _turns() == 0:
+            digests.append(lt_zero.weights_digest(engine.module))
+    return digests
+
+
+def refusal_of_fabric() -> str:
+    """The error of Fabric for a model whose ranks have parts of sequences."""
+    os.environ.update(torchrun_env())
+    strategy = FabricZeroStrategy(config=_SEQUENCES)
+    fabric = L.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    with pytest.raises(ConfigError) as caught:
+        fabric.setup(*_decoder())
     return str(caught.value)

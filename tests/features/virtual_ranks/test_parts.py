@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from lt_zero.common.errors import ConfigError
+from lt_zero.training.turns import StepTurns
 from tests.features.virtual_ranks.fits import same
-from tests.features.virtual_ranks.parts import KINDS, refusal, values
+from tests.features.virtual_ranks.parts import (
+    KINDS,
+    loop_digests,
+    refusal,
+    refusal_of_fabric,
+    values,
+)
 from tests.support.matrix import only, only_rows
 from tests.support.pool import Pool
 
@@ -38,3 +47,17 @@ def test_parameters_that_stages_share_are_refused_on_all_ranks(pool: Pool) -> No
         assert "reproducible.virtual_ranks=4" in text
         assert "several stages of the pipeline train 'net.tied.embed.weight'" in text
         assert "Let one stage have it" in text
+
+
+def test_a_loop_runs_parts_of_sequences(pool: Pool) -> None:
+    wanted = pool.run(2, loop_digests)[0]
+    assert wanted
+    assert pool.run(4, loop_digests)[0] == wanted
+
+
+def test_what_loops_and_fabric_cannot_divide_is_refused(pool: Pool) -> None:
+    """A pipeline runs several backwards for a batch, which a loop would take for turns."""
+    with pytest.raises(ConfigError, match=r"pipeline\.stages=2\. Train it in a Trainer"):
+        StepTurns(mock.Mock(count=4), mock.Mock(), stages=2)
+    for text in pool.run(2, refusal_of_fabric):
+        assert "sequence_parallel_size=2. Train in a Trainer or by lt_zero.initialize" in text

@@ -23,6 +23,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lt_zero.common.errors import ConfigError
+from lt_zero.core.division import current
 from lt_zero.core.rounds import Rounds
 
 _KEY = "reproducible.virtual_ranks"
@@ -81,6 +82,10 @@ class TurnResults(_ResultCollection):
                 f"{_KEY}={self.rounds.count}: self.log({name!r}, sync_dist_group=...) reduces over some of the ranks, "
                 "of which there may be any number. Leave the group out, which reduces over all virtual ranks.",
             )
+        run = current()
+        reduction = kwargs.get("reduce_fx", "mean")
+        if run is not None:
+            run.group_of_reduction(getattr(reduction, "__name__", reduction))  # refuses sums over parts of rows
         kwargs["sync_dist"] = False
         if self.turn == 0:
             super().log(fx, name, value, *args, **kwargs)
