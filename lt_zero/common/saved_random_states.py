@@ -22,7 +22,10 @@ def read_states(packed: Any, where: str) -> RandomStates:
         CheckpointError: the states are malformed.
     """
     try:
-        host, cuda, python, saved = packed["torch"].cpu(), packed.get("cuda"), packed["python"], packed.get("numpy")
+        host = packed["torch"].cpu()
+        cuda = packed.get("cuda")
+        python = packed["python"]
+        saved = packed.get("numpy")
         torch.Generator().set_state(host)
         if cuda is not None and accelerator.in_use():
             cuda = cuda.cpu()

@@ -214,7 +214,9 @@ class EndedRanks:
                 number = self._store.add("errors", 1)
                 self._store.set(f"error/{number}", message)
                 self._signal.add("asks", 1)
-                self._told, self.told, self.own = self._told or number, text, own
+                self._told = self._told or number
+                self.told = text
+                self.own = own
 
     def await_readers(self, seconds: float) -> None:
         """Wait until the others have read this rank's error, or have ended or told of ends too, at most some seconds.
@@ -328,7 +330,9 @@ class EndedRanks:
 
     def first_cause(self, ended: list[int]) -> str:
         """Reason why ranks have ended: the error of one, the cause that one passes on, or that they have told none."""
-        silent, over, causes = list[int](), list[int](), list[str]()
+        silent: list[int] = []
+        over: list[int] = []
+        causes: list[str] = []
         for rank in ended[:_MANY]:
             end = self._last_known(rank)
             if end is None or not (end.text or end.concerns(self.scopes)):

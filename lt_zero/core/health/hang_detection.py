@@ -547,7 +547,9 @@ class _Reporter:
         self.interval, self._stuck, self._ends = patience.poll, patience.stuck, ends
         self._alarmed = False  # whether another rank has told of an error that ends this run
         self._doomed: tuple[FrameType, float] | None = None  # a wait for that rank, and its beginning
-        self._watch, self._store, self._groups = watch, store, groups
+        self._watch = watch
+        self._store = store
+        self._groups = groups
         self._rank, self._world = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
         self._all_ranks = dist.get_process_group_ranks(groups[0])
         self._thread = threading.get_ident()

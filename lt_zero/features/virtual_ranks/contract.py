@@ -85,7 +85,8 @@ class Contract:
             CheckpointError: a key has another value.
         """
         for name, value in self._keys.items():
-            saved = state["keys"].get(name, 1)  # checkpoints of runs without parts of models have no sizes of them
+            # Checkpoints from before there were sizes are of runs without parts of models.
+            saved = state["keys"].get(name, None if name in (KEY, THREADS) else 1)
             if saved != value:
                 raise CheckpointError(
                     f"{name}={value}, and the checkpoint was written with {saved}: the run would not go on with the "
